@@ -5,7 +5,6 @@ drafts.py        drafts without a draft model, in texts and JSON
 serve.py         the server against llama-server
 agents.py, agent_tasks.py    agents on one document; twenty tasks of two steps
 answers.py, answer_tasks.py    votes, power sampling and single samples at equal compute
-conversation.py  tokens that a chat with branches evaluates
 page.py          what a page that watches costs
 pictures.py      the pictures of the documents
 rule_error.py    proof by enumeration that an acceptance rule is lossless

@@ -8,46 +8,42 @@ A task is done if the answer contains what the question asks for and both functi
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import llamabranch as lb
 
 from .report import Settings, emit, number, parser, table, title
 
-K = TypeVar("K")
-V = TypeVar("V")
 SYSTEM = (
     "Use the functions, one call at a time, without explaining. First call the function that takes what "
     "the question names. Then call the other one with its result. Then answer in one short sentence."
 )
 
 
-def city_of(person: str) -> str:
-    """Tell in which city a person lives."""
-    return _known({"Ann": "Oslo", "Ben": "Lima", "Carl": "Quito"}, person)
+def lookup(
+    name: str, about: str, parameter: str, table: Mapping[Any, object]
+) -> Callable[..., object]:
+    """Return a tool that tells what a table has for the one argument, in upper or lower case."""
 
+    def tool(**arguments: object) -> object:
+        key = arguments[parameter]
+        for known, value in table.items():
+            if str(known).lower() == str(key).strip().lower():
+                return value
+        raise lb.errors.ToolError(f"{key!r} is not known; known are {', '.join(map(str, table))}")
 
-def weather(city: str) -> str:
-    """Tell the weather in a city."""
-    return _known({"Oslo": "snow", "Lima": "fog", "Quito": "hail"}, city)
-
-
-def account_of(name: str) -> int:
-    """Tell the number of a person's account."""
-    return _known({"Carla Diaz": 4417, "Tom Berg": 2093}, name)
-
-
-def balance(account: int) -> str:
-    """Tell how much money an account has."""
-    return _known({4417: "318 euros", 2093: "77 euros"}, account)
-
-
-def price(item: str) -> float:
-    """Tell the price of an item, in euros."""
-    return _known({"lamp": 40.0, "chair": 65.0}, item)
+    kind = type(next(iter(table)))
+    keyword = inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+    described: Any = tool
+    described.__name__, described.__doc__ = name, about
+    described.__annotations__ = {parameter: kind}
+    described.__signature__ = inspect.Signature([keyword])
+    return tool
 
 
 def in_yen(euros: float) -> float:
@@ -69,72 +65,35 @@ def hours(km: float, km_per_hour: float) -> float:
     return km / km_per_hour
 
 
-def author_of(book: str) -> str:
-    """Tell who wrote a book."""
-    return _known({"The Salt Road": "Ida Holm", "Nine Lanterns": "Per Quist"}, book)
-
-
-def birth_year(person: str) -> int:
-    """Tell in which year a person was born."""
-    return _known({"Ida Holm": 1931, "Per Quist": 1958}, person)
-
-
-def manager_of(person: str) -> str:
-    """Tell who manages a person."""
-    return _known({"Lena": "Omar", "Mia": "Ruth"}, person)
-
-
-def phone_of(person: str) -> str:
-    """Tell a person's phone number."""
-    return _known({"Omar": "555-0142", "Ruth": "555-0177", "Lena": "555-0101"}, person)
-
-
-def room_of(event: str) -> str:
-    """Tell in which room an event is."""
-    return _known({"chess evening": "B12", "choir": "A03"}, event)
-
-
-def seats(room: str) -> int:
-    """Tell how many seats a room has."""
-    return _known({"B12": 34, "A03": 120}, room)
-
-
-def last_order(customer: str) -> int:
-    """Tell the number of a customer's last order."""
-    return _known({"Novak": 8801, "Silva": 8807}, customer)
-
-
-def status_of(order: int) -> str:
-    """Tell the status of an order."""
-    return _known({8801: "delayed", 8807: "delivered"}, order)
-
-
-def spice_of(dish: str) -> str:
-    """Tell the main spice of a dish."""
-    return _known({"paella": "saffron", "goulash": "paprika"}, dish)
-
-
-def jars_of(spice: str) -> int:
-    """Tell how many jars of a spice are in the cupboard."""
-    return _known({"saffron": 3, "paprika": 11}, spice)
-
-
-def train_to(city: str) -> str:
-    """Tell the name of the next train to a city."""
-    return _known({"Basel": "IC 61", "Trieste": "RE 9"}, city)
-
-
-def platform_of(train: str) -> int:
-    """Tell from which platform a train leaves."""
-    return _known({"IC 61": 14, "RE 9": 2}, train)
-
-
-def _known(table: Mapping[K, V], key: object) -> V:
-    """Return the value of a key in a table, in upper or lower case."""
-    for name, value in table.items():
-        if str(name).lower() == str(key).strip().lower():
-            return value
-    raise lb.errors.ToolError(f"{key!r} is not known; known are {', '.join(map(str, table))}")
+_TABLES: Sequence[tuple[str, str, str, Mapping[Any, object]]] = (
+    ("city_of", "Tell in which city a person lives.", "person",
+     {"Ann": "Oslo", "Ben": "Lima", "Carl": "Quito"}),
+    ("weather", "Tell the weather in a city.", "city", {"Oslo": "snow", "Lima": "fog", "Quito": "hail"}),
+    ("account_of", "Tell the number of a person's account.", "name",
+     {"Carla Diaz": 4417, "Tom Berg": 2093}),
+    ("balance", "Tell how much money an account has.", "account", {4417: "318 euros", 2093: "77 euros"}),
+    ("price", "Tell the price of an item, in euros.", "item", {"lamp": 40.0, "chair": 65.0}),
+    ("author_of", "Tell who wrote a book.", "book",
+     {"The Salt Road": "Ida Holm", "Nine Lanterns": "Per Quist"}),
+    ("birth_year", "Tell in which year a person was born.", "person",
+     {"Ida Holm": 1931, "Per Quist": 1958}),
+    ("manager_of", "Tell who manages a person.", "person", {"Lena": "Omar", "Mia": "Ruth"}),
+    ("phone_of", "Tell a person's phone number.", "person",
+     {"Omar": "555-0142", "Ruth": "555-0177", "Lena": "555-0101"}),
+    ("room_of", "Tell in which room an event is.", "event", {"chess evening": "B12", "choir": "A03"}),
+    ("seats", "Tell how many seats a room has.", "room", {"B12": 34, "A03": 120}),
+    ("last_order", "Tell the number of a customer's last order.", "customer",
+     {"Novak": 8801, "Silva": 8807}),
+    ("status_of", "Tell the status of an order.", "order", {8801: "delayed", 8807: "delivered"}),
+    ("spice_of", "Tell the main spice of a dish.", "dish", {"paella": "saffron", "goulash": "paprika"}),
+    ("jars_of", "Tell how many jars of a spice are in the cupboard.", "spice",
+     {"saffron": 3, "paprika": 11}),
+    ("train_to", "Tell the name of the next train to a city.", "city",
+     {"Basel": "IC 61", "Trieste": "RE 9"}),
+    ("platform_of", "Tell from which platform a train leaves.", "train", {"IC 61": 14, "RE 9": 2}),
+)  # fmt: skip
+_FUNCTIONS: tuple[Callable[..., object], ...] = (in_yen, distance, hours)
+TOOLS = {tool.__name__: tool for tool in (*_FUNCTIONS, *starmap(lookup, _TABLES))}
 
 
 class Task(NamedTuple):
@@ -142,56 +101,54 @@ class Task(NamedTuple):
 
     Attributes:
         question: what is asked.
-        tools: the two functions.
+        tools: the names of the two functions.
         answer: a regular expression that must match somewhere in the answer.
     """
 
     question: str
-    tools: tuple[Callable[..., object], Callable[..., object]]
+    tools: tuple[str, str]
     answer: str
 
 
-TASKS = (
-    Task("What is the weather like where Ann lives?", (city_of, weather), "snow"),
-    Task("What is the weather like where Ben lives?", (city_of, weather), "fog"),
-    Task("How much money does Carla Diaz have in her account?", (account_of, balance), r"\b318\b"),
-    Task("How much money does Tom Berg have in his account?", (account_of, balance), r"\b77\b"),
-    Task("What does the lamp cost in yen?", (price, in_yen), r"\b6,?400\b"),
-    Task("What does the chair cost in yen?", (price, in_yen), r"\b10,?400\b"),
-    Task("How many hours is it from Bergen to Oslo at 80 km per hour?", (distance, hours), r"5\.75"),
-    Task("How many hours is it from Paris to Lyon at 120 km per hour?", (distance, hours), r"3\.25"),
-    Task("In which year was the author of The Salt Road born?", (author_of, birth_year), r"\b1931\b"),
-    Task("In which year was the author of Nine Lanterns born?", (author_of, birth_year), r"\b1958\b"),
-    Task("What is the phone number of Lena's manager?", (manager_of, phone_of), "555-0142"),
-    Task("What is the phone number of Mia's manager?", (manager_of, phone_of), "555-0177"),
-    Task("How many seats has the room of the chess evening?", (room_of, seats), r"\b34\b"),
-    Task("How many seats has the room of the choir?", (room_of, seats), r"\b120\b"),
-    Task("What is the status of the last order of Novak?", (last_order, status_of), "delayed"),
-    Task("What is the status of the last order of Silva?", (last_order, status_of), "delivered"),
-    Task("How many jars of the main spice of paella are there?", (spice_of, jars_of), r"\b(3|three)\b"),
-    Task(
-        "How many jars of the main spice of goulash are there?", (spice_of, jars_of), r"\b(11|eleven)\b"
-    ),
-    Task("From which platform does the next train to Basel leave?", (train_to, platform_of), r"\b14\b"),
-    Task("From which platform does the next train to Trieste leave?", (train_to, platform_of), r"\b2\b"),
-)  # fmt: skip
+TASKS = tuple(starmap(Task, (
+    ("What is the weather like where Ann lives?", ("city_of", "weather"), "snow"),
+    ("What is the weather like where Ben lives?", ("city_of", "weather"), "fog"),
+    ("How much money does Carla Diaz have in her account?", ("account_of", "balance"), r"\b318\b"),
+    ("How much money does Tom Berg have in his account?", ("account_of", "balance"), r"\b77\b"),
+    ("What does the lamp cost in yen?", ("price", "in_yen"), r"\b6,?400\b"),
+    ("What does the chair cost in yen?", ("price", "in_yen"), r"\b10,?400\b"),
+    ("How many hours is it from Bergen to Oslo at 80 km per hour?", ("distance", "hours"), r"5\.75"),
+    ("How many hours is it from Paris to Lyon at 120 km per hour?", ("distance", "hours"), r"3\.25"),
+    ("In which year was the author of The Salt Road born?", ("author_of", "birth_year"), r"\b1931\b"),
+    ("In which year was the author of Nine Lanterns born?", ("author_of", "birth_year"), r"\b1958\b"),
+    ("What is the phone number of Lena's manager?", ("manager_of", "phone_of"), "555-0142"),
+    ("What is the phone number of Mia's manager?", ("manager_of", "phone_of"), "555-0177"),
+    ("How many seats has the room of the chess evening?", ("room_of", "seats"), r"\b34\b"),
+    ("How many seats has the room of the choir?", ("room_of", "seats"), r"\b120\b"),
+    ("What is the status of the last order of Novak?", ("last_order", "status_of"), "delayed"),
+    ("What is the status of the last order of Silva?", ("last_order", "status_of"), "delivered"),
+    ("How many jars of the main spice of paella are there?", ("spice_of", "jars_of"), r"\b(3|three)\b"),
+    ("How many jars of the main spice of goulash are there?", ("spice_of", "jars_of"),
+      r"\b(11|eleven)\b"),
+    ("From which platform does the next train to Basel leave?", ("train_to", "platform_of"), r"\b14\b"),
+    ("From which platform does the next train to Trieste leave?", ("train_to", "platform_of"), r"\b2\b"),
+)))  # fmt: skip
 
 
 def is_done(task: Task, report: lb.agents.Report) -> bool:
     """Return whether a report has the answer, and both functions were called."""
-    called = {call.name for call in report.calls}
-    asked = {tool.__name__ for tool in task.tools}
-    return called >= asked and re.search(task.answer, report.text, re.IGNORECASE) is not None
+    called = {call.name for call in report.calls} >= set(task.tools)
+    return called and re.search(task.answer, report.text, re.IGNORECASE) is not None
 
 
-async def run_all(ctx: lb.Context, tasks: Sequence[Task], parallel: int) -> list[lb.agents.Report]:
-    """Run the tasks, ``parallel`` at a time, and print a line when each ends."""
-    free = asyncio.Semaphore(parallel)
+async def run_all(ctx: lb.Context, tasks: Sequence[Task]) -> list[lb.agents.Report]:
+    """Run the tasks, four at a time, and print a line when each ends."""
+    free = asyncio.Semaphore(4)
 
     async def run_task(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
         agent = lb.Agent(
-            engine, SYSTEM, task.tools, parallel_calls=False, max_turns=4, max_tokens=250,
-            temperature=0, seed=1,
+            engine, SYSTEM, [TOOLS[name] for name in task.tools], parallel_calls=False, max_turns=4,
+            max_tokens=250, temperature=0, seed=1,
         )  # fmt: skip
         async with free:
             report = await agent.arun(task.question)
@@ -214,18 +171,16 @@ def _values(arguments: object) -> str:
 def main() -> None:
     """Run all tasks and print a line for each."""
     described = parser("twenty tasks of two steps for agents", target="smollm2-135m:Q8_0")
-    described.add_argument("--parallel", type=int, default=4, help="tasks at a time")
-    args = described.parse_args()
-    settings = Settings.of(args)
+    settings = Settings.of(described.parse_args())
     tasks = TASKS[: 2 if settings.quick else None]
     with settings.context(settings.target, n_ctx=8192) as ctx:
         begun = time.perf_counter()
-        reports = asyncio.run(run_all(ctx, tasks, args.parallel))
+        reports = asyncio.run(run_all(ctx, tasks))
         seconds = time.perf_counter() - begun
         n_done = sum(is_done(task, report) for task, report in zip(tasks, reports, strict=True))
         n_tokens = sum(report.stats.generated for report in reports)
         table(
-            f"{title(ctx.model)}, temperature 0, {args.parallel} at a time",
+            f"{title(ctx.model)}, temperature 0",
             ("done", "of", "tokens", "seconds"),
             [(str(n_done), str(len(tasks)), str(n_tokens), number(seconds, 0))],
         )

@@ -1,7 +1,7 @@
 """Four tasks for small models. ``item(task, seed, level)`` makes their problems.
 
-An item is a prompt with examples, and functions that read the answer from a text. ``is_valid`` and
-``constraint`` depend on the prompt, but never on the right answer. The answer that ``read`` returns is
+An item is a prompt with examples, and a function that reads the answer from a text. The ``constraint``
+depends on the prompt, but never on the right answer. The answer that ``read`` returns is
 compared with the right one. The level says how hard a task is. `benchmarks.answers` chooses it with items
 of other seeds.
 """
@@ -78,12 +78,6 @@ class Item:
     constraint: Order | Copied | None = None
     max_tokens: int = 16
     schema: Mapping[str, object] | None = None
-
-    def is_valid(self, text: str) -> bool:
-        """Return whether a text follows the rule of its task, even if its answer is wrong."""
-        if self.constraint is None:
-            return self.read(text) is not None
-        return self.constraint.complete(text)
 
     def is_right(self, text: str) -> bool:
         """Return whether a text has the right answer."""
@@ -258,17 +252,8 @@ def _order(rng: random.Random, most: int) -> Item:
 
 _CITIES = ("Oslo", "Bergen", "Ghent", "Turin", "Lyon", "Porto", "Graz", "Malmo", "Cork", "Basel")
 _FAMILIES = (
-    "Berg",
-    "Holm",
-    "Ricci",
-    "Dubois",
-    "Keller",
-    "Novak",
-    "Lund",
-    "Costa",
-    "Meyer",
-    "Byrne",
-)
+    "Berg", "Holm", "Ricci", "Dubois", "Keller", "Novak", "Lund", "Costa", "Meyer", "Byrne",
+)  # fmt: skip
 _BONDS = ("boss", "teacher", "doctor")
 _JOBS = ("nurse", "baker", "pilot", "teacher", "lawyer", "cook", "farmer", "painter", "clerk")
 

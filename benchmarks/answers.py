@@ -1,14 +1,12 @@
 """Answers of a small model at equal compute: votes, samples, power sampling, constraints.
 
-    python -m benchmarks.answers --target smollm2-135m:Q8_0 --threads 1 --out FILE [--minutes 60]
+    python -m benchmarks.answers --target smollm2-135m:Q8_0 --threads 1 [--minutes 60]
 
 The four tasks are in `answer_tasks`. First a pilot makes a plan, with items that are not used later: the
 level of each task (one sample should be right in 30 to 60 % of the items), and the number of particles
 of power sampling, which should decode as many tokens as a vote of eight.
 
-The plan is the first thing in FILE and does not change. Then all methods answer the same items with the
-same seeds, in turn. If the time was too short, a later call continues with the plan in FILE. Files of
-different tasks (``--only``) can be joined. ``--minutes 0`` only shows the tables.
+Then all methods answer the same items with the same seeds, in turn, until the time is over.
 
 Each item is asked once. The tokens are those decoded after the prompt. Paired tests are exact (McNemar),
 and the planned ones are adjusted together (Holm).
@@ -16,7 +14,6 @@ and the planned ones are adjusted together (Holm).
 
 from __future__ import annotations
 
-import json
 import math
 import runpy
 import warnings
@@ -59,10 +56,9 @@ JSON = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """The result of a method for an item: shares of its texts, and the tokens that it decoded."""
+    """The result of a method for an item: the share of right texts, and the tokens that it decoded."""
 
     right: float
-    valid: float
     tokens: float
 
 
@@ -86,7 +82,7 @@ def _mean(text: search.Hypothesis) -> float:
 
 
 def _of(task: Item, text: str, tokens: float) -> Outcome:
-    return Outcome(task.is_right(text), task.is_valid(text), tokens)
+    return Outcome(task.is_right(text), tokens)
 
 
 def _greedy(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
@@ -102,7 +98,7 @@ def _vote(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
     tokens = result.stats.tokens_decoded
     samples = [_of(task, text.text, tokens / n) for text in result.hypotheses]
     return {
-        VOTE: Outcome(task.judge(result.answer), task.is_valid(result.text), tokens),
+        VOTE: Outcome(task.judge(result.answer), tokens),
         BEST: _of(task, max(result.hypotheses, key=_mean).text, tokens),
         ONE: _average(samples),
     }
@@ -121,9 +117,8 @@ def _powered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
         if answer is not None:
             shares[answer] += share
     best = max(shares, key=lambda answer: shares[answer], default=None)
-    text, _, _ = max(particles, key=lambda particle: particle[2])
     tokens = root.ctx.decoder.n_decodes - before
-    return {POWER: Outcome(task.judge(best), task.is_valid(text), tokens)}
+    return {POWER: Outcome(task.judge(best), tokens)}
 
 
 def _constrained(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
@@ -145,9 +140,8 @@ def _average(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def main() -> None:
-    """Make or read the plan, answer items while there is time, show the tables."""
+    """Make the plan, answer items while there is time, show the tables."""
     described = parser("answers")
-    described.add_argument("--out", type=Path, help="the file of the plan and all answers")
     described.add_argument("--minutes", type=float, default=60.0, help="stop after this time")
     described.add_argument("--items", type=int, default=600, help="the most items of each task")
     described.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
@@ -157,29 +151,19 @@ def main() -> None:
     end = monotonic() + 60.0 * args.minutes
     n_pilot, n_items = (1, 2) if settings.quick else (args.pilot, args.items)
     warnings.simplefilter("ignore", lb.errors.LlamaBranchWarning)
-    known = args.out is not None and args.out.exists()
-    lines = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if known else []
-
-    def add(line: JSON) -> None:
-        lines.append(line)
-        if args.out is not None:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
     with settings.context(settings.target, n_ctx=4096, n_seq_max=MOST + 4) as ctx:
-        for task in args.only:
-            levels = LEVELS[task][:1] if settings.quick else LEVELS[task]
-            if all(line.get("plan") != task for line in lines):
-                add(_planned(ctx, task, levels, n_pilot))
-        plans = {line["plan"]: line for line in lines if "plan" in line}
-        answered = {(line["task"], line["item"]) for line in lines if "item" in line}
-        for i in range(n_items):
-            for task in args.only:
-                if monotonic() < end and (task, i) not in answered:
-                    add(_answered(ctx, task, i, plans[task]))
+        levels = {task: LEVELS[task][: 1 if settings.quick else None] for task in args.only}
+        plans = {task: _planned(ctx, task, levels[task], n_pilot) for task in args.only}
+        lines = [
+            _answered(ctx, task, i, plan)
+            for i in range(n_items)
+            for task, plan in plans.items()
+            if monotonic() < end
+        ]
         caption = f"{title(ctx.model)}, {settings.threads} threads"
-        results = {"plans": plans, "tasks": _shown(caption, plans, lines)}
-        emit("answers", settings, {"target": ctx.model}, {**results, "planned": _compared(lines)})
+        results: JSON = {"plans": plans, "tasks": _shown(caption, plans, lines)}
+        results |= {"planned": _compared(lines), "lines": lines}
+        emit("answers", settings, {"target": ctx.model}, results)
 
 
 @contextmanager
@@ -212,7 +196,7 @@ def _planned(ctx: lb.Context, task: str, levels: Sequence[int], n_items: int) ->
         n = max(1, min(MOST, round(n * goal / max(1.0, tokens[n]))))
     particles = min(tokens, key=lambda tried: abs(tokens[tried] - goal), default=0)
     share = votes[level][ONE].right
-    return {"plan": task, "level": level, "share": share, "particles": particles}
+    return {"level": level, "share": share, "particles": particles}
 
 
 def _answered(ctx: lb.Context, task: str, i: int, plan: JSON) -> JSON:
@@ -234,18 +218,15 @@ def _shown(caption: str, plans: Mapping[str, JSON], lines: Sequence[JSON]) -> JS
     """Show a table for each task; return the figures."""
     results: JSON = {}
     for task, plan in plans.items():
-        items = [line["methods"] for line in lines if line.get("task") == task]
+        items = [line["methods"] for line in lines if line["task"] == task]
         means = {
             name: _average([Outcome(**methods[name]) for methods in items])
             for name in (items[0] if items else ())
         }
         results[task] = {name: mean._asdict() for name, mean in means.items()}
-        rows = [
-            (name, percent(mean.right), percent(mean.valid), number(mean.tokens, 1))
-            for name, mean in means.items()
-        ]
+        rows = [(name, percent(mean.right), number(mean.tokens, 1)) for name, mean in means.items()]
         about = f"{task}, level {plan['level']}, {len(items)} items. {caption}"
-        table(about, ("", "right", "valid", "tokens"), rows)
+        table(about, ("", "right", "tokens"), rows)
     return results
 
 
@@ -256,7 +237,7 @@ def _compared(lines: Sequence[JSON]) -> list[JSON]:
         pairs = [
             (line["methods"][first]["right"], line["methods"][second]["right"])
             for line in lines
-            if line.get("task") in tasks
+            if line["task"] in tasks
         ]
         gained, lost = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
         shares = {name: fmean(p[k] for p in pairs) if pairs else math.nan

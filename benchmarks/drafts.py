@@ -3,10 +3,10 @@
     python -m benchmarks.drafts --target smollm2-135m:BF16 --threads 1 [--only edit json people]
 
 ``edit``, ``extract``, ``quote``, ``translate`` and ``free`` draft by copying. ``json`` (five fields from
-one text) and ``people`` (eight fields from each of ten texts) draft what the grammar forces, too. In
-each task these take turns: plain decoding, drafts of the length "auto" and of fixed lengths, and for JSON
-free text. A text ends where the model ends it, or after --tokens. The targets smollm2-135m,
-smollm2-135m:Q8_0, :BF16 and :Q4_0 are one model in several types.
+one text) and ``people`` (eight fields from each of five texts) draft what the grammar forces, too. In
+each task these take turns: plain decoding, and drafts of the length "auto" and of fixed lengths. A text
+ends where the model ends it, or after --tokens. The targets smollm2-135m, smollm2-135m:Q8_0, :BF16 and
+:Q4_0 are one model in several types.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .report import (
     title,
 )
 
-PLAIN, AUTO, FREE = "plain", "auto", "free text"
+PLAIN, AUTO = "plain", "auto"
 
 
 class Task(NamedTuple):
@@ -83,9 +83,6 @@ def _measure(
     if settings.quick:
         task = task._replace(prompts=task.prompts[:1])
     makers = {PLAIN: _ours(ctx, task, settings.tokens, temperature, 0)}
-    if task.schema is not None:
-        free = task._replace(schema=None)
-        makers[FREE] = _ours(ctx, free, settings.tokens, temperature, 0)
     for length in lengths:
         label = length if isinstance(length, str) else f"fixed {length}"
         makers[label] = _ours(ctx, task, settings.tokens, temperature, length)

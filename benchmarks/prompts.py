@@ -1,4 +1,4 @@
-"""The prompts: twenty openings of tales, five tasks for real models, ten people with a schema."""
+"""The prompts: ten openings of tales, five tasks for real models, five people with a schema."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ PROMPTS: tuple[str, ...] = (
     "A fox and a bear agreed to plough a field together and to share what grew there.",
     "Every evening a little bird came to the window and sang, and one evening it said,",
     'One winter night somebody knocked. "Who is there?" asked the old woman.',
-    "The youngest brother was thought to be a fool, because he gave his bread away.",
-    "Under the bridge there lived a goblin who asked three questions of all who came by.",
-    "When the queen died she left her daughter nothing but a comb and a good piece of advice.",
-    "There was a clockmaker whose clocks told the truth, and so nobody bought them.",
-    "A shepherd boy found a silver whistle in the grass, and when he blew it",
-    "In the middle of the sea lies an island that no ship has ever found twice.",
-    'The wolf came to the door and said in a soft voice, "Good evening, little goat,',
-    "Two beggars met at a crossroads, and because it was raining they began to tell stories.",
-    "The giant was not wicked, but he was very hungry, and he had lost his spectacles.",
-    "On the day that the twins were born, three strange women came to the house,",
 )
 
 
@@ -119,14 +109,4 @@ PEOPLE = (
     "football team in which his daughter plays (samuel@okafor-bread.example).",
     "Ingrid Solheim retired last year, at 61, as head nurse of the hospital of Bergen. She knits, hikes "
     "and sings in a choir; her three children live abroad.",
-    "Yuki Tanaka, a 29 year old translator from Osaka, works for herself. She collects stamps and grows "
-    "bonsai trees. Contact: tanaka.yuki@translate.example.",
-    "Pierre Delacroix (54) teaches history at a school in Lyon. He plays tennis, reads novels and cooks "
-    "for his wife and their son. His mail is p.delacroix@lycee.example.fr.",
-    "The student Amina Rahimi, 20 years old, moved to Rotterdam to study medicine; she swims and draws. "
-    "She has no children. amina.rahimi@uni.example.nl reaches her.",
-    "Carlos Mendoza is employed as a bus driver in Valencia. He is 48, has four children, and spends "
-    "his weekends fishing, dancing and playing the guitar.",
-    "Dr. Helena Novak, 39, a self-employed dentist in Prague, rides horses and restores old furniture. "
-    "She and her twins answer mail at helena@novak-dental.example.cz.",
 )

@@ -56,14 +56,8 @@ class Settings:
                 raise SystemExit(f"--{name} must be at least 1")
             return int(value)
 
-        return cls(
-            target=args.target,
-            threads=pick("threads"),
-            runs=pick("runs"),
-            tokens=pick("tokens"),
-            quick=args.quick,
-            peers=args.peers,
-        )
+        threads, runs, tokens = map(pick, ("threads", "runs", "tokens"))
+        return cls(args.target, threads, runs, tokens, args.quick, args.peers)
 
     def context(self, name: str, n_ctx: int = 1024, n_seq_max: int = 8) -> lb.Context:
         """Open a context on a model by name or path."""
@@ -112,13 +106,9 @@ def show_progress(text: str) -> None:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def title(*models: lb.Model) -> str:
-    """Return the models' names and sizes for the head of a table."""
-    parts = []
-    for model in models:
-        size = f"{model.n_params / 1e6:.1f}M, {model.file_type}"
-        parts.append(f"{model.name} ({size})")
-    return " with ".join(parts)
+def title(model: lb.Model) -> str:
+    """Return the model's name and size for the head of a table."""
+    return f"{model.name} ({model.n_params / 1e6:.1f}M, {model.file_type})"
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import llamabranch as lb
 
-from .prompts import PROMPTS
 from .report import Settings
 
 __all__ = ["Answer", "Served", "ToolError", "has_amx", "request", "start_ours", "start_theirs"]
@@ -152,7 +151,7 @@ def has_amx() -> bool:
 
 
 def start_theirs(settings: Settings, model: Path, *more: object) -> Served:
-    """Start llama-server; without repacked weights if these make it crash, as on processors with AMX.
+    """Start llama-server; on processors with AMX without repacked weights, which make it crash.
 
     Raises:
         ToolError: the folder that ``--peers`` names has no llama-server, or it does not start.
@@ -160,22 +159,9 @@ def start_theirs(settings: Settings, model: Path, *more: object) -> Served:
     path = settings.peers and shutil.which("llama-server", path=settings.peers)
     if not path:
         raise ToolError(f"{settings.peers or '--peers'} has no llama-server")
-    for repacks in ((), ("--no-repack",)):
-        port = _free_port()
-        command = [
-            path, "-m", model, "--port", port, "-t", settings.threads, "-tb", settings.threads,
-            "--no-ui", "--metrics", *repacks, *more,
-        ]  # fmt: skip
-        try:
-            side = Served(command, port)
-        except ToolError:
-            if repacks:
-                raise
-        else:
-            try:
-                asyncio.run(side.ask({"prompt": " ".join(PROMPTS), "max_tokens": 2}))
-                return side
-            except OSError:
-                side.close()
-        print("llama-server crashes with repacked weights: --no-repack is used", file=sys.stderr)
-    raise ToolError("llama-server crashes at its first answer")
+    port, repacks = _free_port(), ["--no-repack"] if has_amx() else []
+    command = [
+        path, "-m", model, "--port", port, "-t", settings.threads, "-tb", settings.threads,
+        "--no-ui", *repacks, *more,
+    ]  # fmt: skip
+    return Served(command, port)

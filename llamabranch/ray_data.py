@@ -22,7 +22,7 @@ __all__ = ["Generate"]
 
 # Columns that are read as the fields of a request; see `Request.from_json`.
 _FIELDS = (
-    "prompt", "messages", "max_tokens", "stop", "seed", "grammar", "json_schema", "regex", "choice",
+    "prompt", "messages", "max_tokens", "stop", "seed", "grammar", "json_schema", "regex", "choices",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ class Generate:
     """A class for ``ray.data.Dataset.map_batches`` with ``batch_format="pyarrow"``.
 
     The columns ``prompt``, ``messages``, ``max_tokens``, ``stop``, ``seed``, ``grammar``,
-    ``json_schema``, ``regex`` and ``choice`` of a row are fields of `Request.from_json`; ``prompt`` or
+    ``json_schema``, ``regex`` and ``choices`` of a row are fields of `Request.from_json`; ``prompt`` or
     ``messages`` is needed. Each row gets the columns ``text``, ``tokens``, ``finish_reason``,
     ``text_seed``, ``n_prompt_tokens`` and ``error``. A row that is not a valid request, or whose
     text fails, has ``finish_reason`` "error" and its reason in ``error``.

@@ -19,6 +19,8 @@ import llamabranch as lb
 from llamabranch.cli import app
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
+# No text of the bundled target ends, whose EOG token is 0.
+ENDLESS = ("-S", 'logit_bias={"0": -Infinity}')
 _THREADS = {"generate", "speculate", "chat", "search", "score", "bench", "demo", "doctor"}
 
 

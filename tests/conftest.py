@@ -200,3 +200,34 @@ def page(chromium: Browser, served: Any) -> Any:
 
     with afresh(chromium, served) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Any:
+    """A server on the bundled model, with the settings that the file has for it (`SERVE`)."""
+    from serving import serving
+
+    with serving(**request.module.SERVE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: Any) -> Any:
+    """A client of that server."""
+    with server.client() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Any:
+    """OpenAI's own client of that server."""
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def beside(server: Any) -> Iterator[lb.Context]:
+    """A context of the server's model, to compute the same in this process."""
+    with lb.Context(server.ctx.model, n_ctx=1024, n_threads=1, exact=True) as context:
+        yield context

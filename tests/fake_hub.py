@@ -1,8 +1,4 @@
-"""A hub for tests: two hosts on this machine that answer as the Hugging Face hub and its CDN do.
-
-The hub is 127.0.0.1, the CDN localhost: a redirect between them leaves the host, as on the real one.
-Files get the headers of LFS (``X-Linked-Etag`` is the SHA-256). `faults` makes the next answers go wrong.
-"""
+"""A hub for tests: a server on this machine that answers as the Hugging Face hub does."""
 
 from __future__ import annotations
 
@@ -12,23 +8,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-TOKEN = "hf_" + "a" * 34
-
 
 def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set empty caches below ``folder``; remove packages, the token and settings of downloads."""
-    for name in (
-        *("HF_TOKEN", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE", "LLAMABRANCH_DOWNLOAD"),
-        *("MODEL_ENDPOINT", "XDG_CACHE_HOME"),
-    ):
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     # HF_HOME is where a token would be.
     places = {
@@ -44,77 +33,31 @@ def empty_caches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @dataclass
-class Fault:
-    """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
+class FakeHub:
+    """What the server has and what it was asked.
 
-    A ``status`` with an ``X-Error-Code``; an answer that is ``cut`` after so many bytes; a complete
-    answer that is ``short`` and has only half of the file; or one with ``wrong`` bytes, of which one is
-    changed.
+    Answers to ``faulty`` requests ("api", "head" or "get") have the ``status`` and the error code
+    RepoNotFound if it is 404. A file breaks off after ``cut`` bytes, and its second half waits for
+    ``gate``.
     """
 
-    where: str
+    repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    faulty: str = ""
     status: int = 0
-    code: str = ""
-    message: str = ""
     cut: int | None = None
-    short: bool = False
-    wrong: bool = False
-    times: int = 1_000_000
+    gate: threading.Event | None = None
+    requests: list[str] = field(default_factory=list)  # "GET /path"
+    sent: int = 0  # bytes of files
 
-
-@dataclass
-class Repository:
-    """Files of one commit, and the commit of each revision."""
-
-    files: dict[str, bytes]
-    commit: str
-    gated: bool = False
-    private: bool = False
-    names: list[str] | None = None  # a false listing, if there is one
-
-
-@dataclass
-class FakeHub:
-    """What the two servers share; `endpoint` is for ``HF_ENDPOINT``."""
-
-    endpoint: str = ""
-    cdn: str = ""
-    repositories: dict[str, Repository] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    requests: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)
-    sent: int = 0  # requests for bytes of files
-    gate: threading.Event | None = None  # the second half of a file waits for this
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, repository: str, files: dict[str, bytes], **more: Any) -> Repository:
-        """Publish files under a commit made from their names and bytes."""
-        listed = sorted((name, _sha(data)) for name, data in files.items())
-        digest = hashlib.sha1(repr(listed).encode()).hexdigest()
-        self.repositories[repository] = added = Repository(files, digest, **more)
-        return added
-
-    def fault(self, where: str) -> Fault | None:
-        """Return the fault of the next answer to such a request, and count it."""
-        with self.lock:
-            for fault in self.faults:
-                if fault.where == where and fault.times > 0:
-                    fault.times -= 1
-                    return fault
-        return None
-
-    def sendings(self) -> list[Mapping[str, str]]:
-        """Return the headers of the requests for the bytes of files."""
-        return [h for _, h in self.of("GET", "/resolve/") if h["Host"].startswith("localhost")]
-
-    def of(self, method: str, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
-        """Return (path, headers) of a method's requests whose path contains this text."""
-        return [(path, h) for m, path, h in self.requests if m == method and part in path]
+    def add(self, repository: str, files: dict[str, bytes]) -> str:
+        """Publish files; return the commit, which is made from their names and bytes."""
+        self.repositories[repository] = files
+        return _commit(files)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: FakeHub
-    is_cdn = False
 
     def log_message(self, *_: object) -> None:
         pass
@@ -127,142 +70,71 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, method: str) -> None:
         path = unquote(urlsplit(self.path).path)
-        with self.hub.lock:
-            self.hub.requests.append((self.command, self.path, dict(self.headers)))
-        where = "api" if path.startswith("/api/") else method
-        fault = self.hub.fault(where)
-        if fault is not None and fault.status:
-            self._error(fault.status, fault.code, fault.message)
-        elif where == "api":
-            self._api(path)
-        else:
-            self._file(path, fault)
-
-    def _error(self, status: int, code: str = "", message: str = "") -> None:
-        headers = {"X-Error-Code": code, "X-Error-Message": message}
-        set_headers = {name: value for name, value in headers.items() if value}
-        self._send(status, set_headers, json.dumps({"error": message or code}).encode())
-
-    def _repository(self, name: str, revision: str) -> Repository | None:
-        """Return the requested repository, or send the error."""
-        repository = self.hub.repositories.get(name)
-        may_see = self.is_cdn or self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if repository is None or (repository.private and not may_see):
-            self._error(401 if repository is None else 404, "RepoNotFound", "Repository not found")
-        elif repository.gated and not may_see and "/resolve/" in self.path:
-            self._error(
-                401, "GatedRepo", "Access to model is restricted. You must be authenticated"
-            )
-        elif revision not in ("main", repository.commit):
-            self._error(404, "RevisionNotFound", "Invalid rev id")
-        else:
-            return repository
-        return None
-
-    def _api(self, path: str) -> None:
-        parts = path.split("/")
-        if parts[2] != "models":  # `hf` asks for more
+        self.hub.requests.append(f"{self.command} {path}")
+        is_api = path.startswith("/api/models/")
+        parts = path.removeprefix("/api/models").split("/", 5)
+        repository, revision = "/".join(parts[1:3]), parts[4] if parts[4:] else "main"
+        files = self.hub.repositories.get(repository)
+        file = None if files is None or is_api else files.get(parts[-1])
+        if ("api" if is_api else method) == self.hub.faulty:
+            self._error(self.hub.status)
+        elif files is None or revision not in ("main", _commit(files)):
             self._error(404)
-            return
-        name = "/".join(parts[3:5])
-        repository = self._repository(name, parts[6] if parts[5:6] == ["revision"] else "main")
-        if repository is None:
-            return
-        siblings = []
-        for file in repository.names or list(repository.files):
-            data = repository.files.get(file, b"hostile")
-            lfs = {"sha256": _sha(data), "size": len(data), "pointerSize": 134}
-            siblings.append({"rfilename": file, "size": len(data), "lfs": lfs})
-        body = {
-            "id": name,
-            "modelId": name,
-            "sha": repository.commit,
-            "siblings": siblings,
-            "tags": [],
-        }
-        self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
-
-    def _file(self, path: str, fault: Fault | None) -> None:
-        owner, name, _, revision, *rest = path.strip("/").split("/")
-        repository = self._repository(f"{owner}/{name}", revision)
-        if repository is None:
-            return
-        data = repository.files.get("/".join(rest))
-        if data is None:
-            self._error(404, "EntryNotFound", "Entry not found")
-        elif self.is_cdn:
-            self._bytes(data, fault or Fault("get"))
+        elif is_api:
+            siblings = [{"rfilename": name, "size": len(files[name])} for name in files]
+            body = {"id": repository, "sha": _commit(files), "siblings": siblings}
+            self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+        elif file is None:
+            self._error(404)
         else:
-            headers = {
-                "X-Repo-Commit": repository.commit,
-                "ETag": f'"{_sha(data)[:32]}"',
-                "X-Linked-Etag": f'"{_sha(data)}"',
-                "X-Linked-Size": str(len(data)),
-                "Location": f"{self.hub.cdn}{self.path}",
-            }
-            self._send(302, headers, b"")
+            etag = hashlib.sha256(file).hexdigest()
+            self._send(200, {"X-Repo-Commit": _commit(files), "ETag": f'"{etag}"'}, file)
 
-    def _bytes(self, data: bytes, fault: Fault) -> None:
-        status, begin, headers = 200, 0, {"Accept-Ranges": "bytes"}
-        if fault.short:
-            data = data[: len(data) // 2]
-        if fault.wrong:
-            at = len(data) // 2
-            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        byte_range = self.headers.get("Range")
-        if byte_range:
-            status, begin = 206, int(byte_range.removeprefix("bytes=").partition("-")[0])
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        self._send(status, headers, data[begin:], only=fault.cut)
+    def _error(self, status: int) -> None:
+        code = {"X-Error-Code": "RepoNotFound"} if status == 404 else {}
+        self._send(status, {**code, "X-Error-Message": "because of the weather"}, b"")
 
-    def _send(
-        self, status: int, headers: Mapping[str, str], body: bytes, only: int | None = None
-    ) -> None:
+    def _send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
             return
-        if only is not None:  # the connection breaks
+        is_file = "ETag" in headers
+        half = len(body) // 2
+        if is_file and self.hub.cut is not None:  # the connection breaks
             self.close_connection = True
-            body = body[:only]
-        half = len(body) // 2 if self.hub.gate is not None and self.is_cdn else len(body)
+            half, body = self.hub.cut, body[: self.hub.cut]
         try:
             self.wfile.write(body[:half])
             self.wfile.flush()
-            if half < len(body) and self.hub.gate is not None:
+            if is_file and self.hub.gate is not None:
                 self.hub.gate.wait(30)
-                self.wfile.write(body[half:])
+            self.wfile.write(body[half:])
         except OSError:  # the client has gone
             self.close_connection = True
-        if self.is_cdn:
-            self.hub.sent += len(body)
+        self.hub.sent += len(body) if is_file else 0
 
 
-@lru_cache(maxsize=64)
-def _sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _commit(files: Mapping[str, bytes]) -> str:
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
 
 
 @contextmanager
-def serve() -> Iterator[FakeHub]:
-    """Run a fake hub until the block ends."""
+def running_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Run a fake hub until the block ends, with empty caches; skip the test without huggingface_hub."""
+    pytest.importorskip("huggingface_hub", reason="downloads need huggingface_hub")
+    empty_caches(folder, monkeypatch)
+    # huggingface_hub reads this when it is imported, and a test of evaluation may have been offline then.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub = FakeHub()
-    servers = []
-    for name in ("127.0.0.1", "localhost"):
-        handler = type("Handler", (_Handler,), {"hub": hub, "is_cdn": name == "localhost"})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-    hub.endpoint, hub.cdn = (
-        f"http://{name}:{server.server_port}"
-        for name, server in zip(("127.0.0.1", "localhost"), servers, strict=True)
-    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     try:
         yield hub
     finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
+        server.shutdown()
+        server.server_close()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data import TRAINED_SHARES, Mixture, heldout_windows
-from training.loop import Metrics, add_options, fit, load_network, make_network
+from training.loop import Metrics, fit, load_network, make_network, options, parsed
 from training.model import Network
 from training.train import mean_loss
 
@@ -107,24 +107,19 @@ def load_mixture(
     return Mixture.load(args.work, {**shares, "sampled": SAMPLED_SHARE}, args.seed)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the text that the target writes."""
+def sampling_options(about: str, minutes: float, size: str) -> argparse.Namespace:
+    """Return the options of a training on text that the target writes."""
+    parser = options(about, minutes, size)
     parser.add_argument("--sample-minutes", type=float, default=4)
     parser.add_argument("--sample-rows", type=int, default=256)
     parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
     parser.add_argument("--prompt-length", type=int, default=16)
+    return parsed(parser)
 
 
 def main() -> None:
     """Distil the draft."""
-    parser = argparse.ArgumentParser(description="distil the draft from the target")
-    add_options(parser, minutes=28)
-    parser.add_argument("--size", default="draft")
-    add_sampling_options(parser)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
-
+    args = sampling_options("distil the draft from the target", minutes=28, size="draft")
     target = load_network(args.work / "target.pt").requires_grad_(False)
     draft = make_network(args.size, target.config.vocab)
     inherit_embedding(draft, target)

@@ -10,7 +10,6 @@ Half of the text is from the corpus, half was sampled from the target.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -18,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.data import heldout_windows
-from training.distill import add_sampling_options, load_mixture
+from training.distill import load_mixture, sampling_options
 from training.head import HEADS, Head, HeadConfig, target_states
-from training.loop import Metrics, add_options, fit, load_network
+from training.loop import Metrics, fit, load_network
 from training.model import Network
 
 N_STEPS = 3  # of the head on its own states, the first included
@@ -86,14 +85,7 @@ def load_head(path: Path, target: Network) -> Head:
 
 def main() -> None:
     """Train the head."""
-    parser = argparse.ArgumentParser(description="train an EAGLE-3 head for the target")
-    add_options(parser, minutes=60)
-    parser.add_argument("--size", default="eagle")
-    add_sampling_options(parser)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
-
+    args = sampling_options("train an EAGLE-3 head for the target", minutes=60, size="eagle")
     target = load_network(args.work / "target.pt").requires_grad_(False)
     head = Head(HEADS[args.size], target)
     mixture = load_mixture(target, args, temperatures=(0.05, 1.0))

@@ -147,21 +147,15 @@ def main() -> None:
     parser.add_argument("--roles", nargs="+", default=["target", "draft"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = args.work / "tokenizer.json"
     for role in args.roles:
         out = args.out / f"tale-{role}-{args.type}.gguf"
         if role == "eagle":
             target = load_network(args.work / "target.pt")
             head = load_head(args.work / "eagle.pt", target)
-            write_head(head, target, args.work / "tokenizer.json", args.type, out)
-            print(out.name, out.stat().st_size, "bytes")
-            continue
-        write(
-            load_network(args.work / f"{role}.pt"),
-            args.work / "tokenizer.json",
-            role,
-            args.type,
-            out,
-        )
+            write_head(head, target, tokenizer, args.type, out)
+        else:
+            write(load_network(args.work / f"{role}.pt"), tokenizer, role, args.type, out)
         print(out.name, out.stat().st_size, "bytes")
 
 

@@ -24,8 +24,9 @@ FLAT_UNTIL = 0.4  # progress at which the learning rate begins to fall to 0
 LONG_FROM = 0.78  # progress at which the long sequences begin
 
 
-def add_options(parser: argparse.ArgumentParser, minutes: float) -> None:
-    """Add the options of the loop; the defaults are what the bundled pair was trained with."""
+def options(about: str, minutes: float, size: str) -> argparse.ArgumentParser:
+    """Return a parser of the loop's options; by default those that the bundled pair was trained with."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("work", type=Path, help="directory that training.prepare wrote")
     parser.add_argument("--minutes", type=float, default=minutes, help="wall-clock budget")
     parser.add_argument("--steps", type=int, default=0, help="a budget in steps instead")
@@ -40,6 +41,16 @@ def add_options(parser: argparse.ArgumentParser, minutes: float) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="slower steps, no C++ compiler")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    parser.add_argument("--size", default=size)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options of the command line, after the seed and the threads are set in torch."""
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    return args
 
 
 def make_network(size: str, vocab: int | None = None) -> Network:
@@ -86,7 +97,6 @@ def fit(
     `batch(step, n_rows, length)` returns windows [n_rows, length + 1]; `loss` their mean loss.
     Writes `out` (a checkpoint) and one JSON line for each report to `out` with the suffix `.log`.
     """
-    torch.set_num_threads(args.threads)
     optims = optimizers(network)
     step, spent, n_tokens = 0, 0.0, 0
     if args.resume and out.exists():

@@ -5,14 +5,12 @@ python -m training.train WORK_DIR
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from training.data import TRAINED_SHARES, Mixture, heldout_windows
-from training.loop import Metrics, add_options, fit, make_network
+from training.loop import Metrics, fit, make_network, options, parsed
 from training.model import Network
 
 
@@ -32,12 +30,7 @@ def mean_loss(network: Network, windows: Tensor, n_rows: int = 8) -> float:
 
 def main() -> None:
     """Train the target."""
-    parser = argparse.ArgumentParser(description="train the target")
-    add_options(parser, minutes=65)
-    parser.add_argument("--size", default="target")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-
+    args = parsed(options("train the target", minutes=65, size="target"))
     network = make_network(args.size)
     mixture = Mixture.load(args.work, TRAINED_SHARES, args.seed)
     sets = {name: heldout_windows(args.work, name, args.long_length) for name in TRAINED_SHARES}

@@ -13,14 +13,15 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from os import PathLike
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import Annotated, BinaryIO, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from ..context import Context
 from ..context.logits import LogitsRow
@@ -32,8 +33,6 @@ from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 
 __all__ = ["Snapshot", "capture", "fill"]
-
-T = TypeVar("T")
 
 _MAGIC = b"\x89LBRANCH"
 _VERSION, _WITH_HIDDEN = 1, 2  # before 0.5 a file could end with hidden states, which are skipped
@@ -47,7 +46,7 @@ _MAX_TOKENS = 1 << 30
 _ARRAYS = {"tokens": "<i4", "surprisals": "<f8", "logits": "<f4", "state": "u1"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KVCompatibility:
     """Everything that the K/V of a sequence depends on, besides its tokens."""
 
@@ -57,9 +56,9 @@ class KVCompatibility:
     n_embd: int
     n_vocab: int
     kv_type: str
-    flash_attention: bool | None
+    flash_attention: bool | None = None
     rope: str
-    model: str = ""  # its file's name, for messages
+    model: str | None = None  # its file's name, for messages
 
     @classmethod
     def of(cls, ctx: Context) -> KVCompatibility:
@@ -362,63 +361,39 @@ def _read_head(file: BinaryIO) -> tuple[_Head, bytes]:
     return head, metadata
 
 
-def _field(about: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """Return a field of a JSON object; a value of another type raises ValueError."""
-    value = about.get(name)
-    if not isinstance(value, kind) or type(value) is not kind:  # True does not count as an integer
-        raise ValueError(f"{name} is {value!r:.40}")
-    return value
+class _About(Struct):
+    """The metadata of a file."""
 
-
-def _maybe(about: Mapping[str, object], name: str, kind: type[T]) -> T | None:
-    return None if about.get(name) is None else _field(about, name, kind)
+    origin: KVCompatibility
+    sampling: dict[str, object]
+    seed: int
+    n_prompt: int
+    # A character has at most four bytes, so at most three can be pending.
+    pending: Annotated[str, Meta(max_length=6)]
+    grammar: str | dict[str, str] | None = None
+    finish_reason: Literal["stop", "length", "constraint"] | None = None
+    appended: list[tuple[int, int]] = []
 
 
 def _parse(metadata: bytes) -> Snapshot:
     """Return the snapshot that the metadata describes, without its arrays."""
     try:
-        about = json.loads(metadata)
-        if not isinstance(about, dict):
-            raise ValueError(f"not an object: {about!r:.40}")
-        origin = _field(about, "origin", dict)
-        grammar = about.get("grammar")
-        if grammar is not None and not isinstance(grammar, (str, dict)):
-            raise ValueError(f"grammar is {grammar!r:.40}")
-        pending = bytes.fromhex(_field(about, "pending", str))
-        finish_reason = _maybe(about, "finish_reason", str)
-        # A character has at most four bytes, so at most three can be pending.
-        if len(pending) > 3 or finish_reason not in (None, "stop", "length", "constraint"):
-            raise ValueError("pending bytes or finish_reason are invalid")
-        sampling = SamplingParams.from_dict(_field(about, "sampling", dict))
-        appended = _maybe(about, "appended", list) or []
-        for span in appended:
-            if type(span) is not list or [type(bound) for bound in span] != [int, int]:
-                raise ValueError("appended must be pairs of positions")
+        about = msgspec.json.decode(metadata, type=_About)
         return Snapshot(
-            origin=KVCompatibility(
-                fingerprint=_field(origin, "fingerprint", str),
-                architecture=_field(origin, "architecture", str),
-                n_layer=_field(origin, "n_layer", int),
-                n_embd=_field(origin, "n_embd", int),
-                n_vocab=_field(origin, "n_vocab", int),
-                kv_type=_field(origin, "kv_type", str),
-                flash_attention=_maybe(origin, "flash_attention", bool),
-                rope=_field(origin, "rope", str),
-                model=_maybe(origin, "model", str) or "",
-            ),
-            sampling=sampling,
-            grammar=None if grammar is None else Grammar.from_dict(grammar),
-            seed=_field(about, "seed", int),
-            n_prompt=_field(about, "n_prompt", int),
-            finish_reason=finish_reason,
-            pending=pending,
+            origin=about.origin,
+            sampling=SamplingParams.from_dict(about.sampling),
+            grammar=None if about.grammar is None else Grammar.from_dict(about.grammar),
+            seed=about.seed,
+            n_prompt=about.n_prompt,
+            finish_reason=about.finish_reason,
+            pending=bytes.fromhex(about.pending),
             tokens=np.empty(0, np.int32),
             surprisals=np.empty(0, np.float64),
             logits=np.empty(0, np.float32),
             state=np.empty(0, np.uint8),
-            appended=tuple((start, end) for start, end in appended),
+            appended=tuple(about.appended),
         )
-    except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, LlamaBranchError) as error:
         raise SnapshotError(f"the snapshot's metadata is invalid: {error}") from error
 
 

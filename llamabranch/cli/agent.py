@@ -13,18 +13,11 @@ import typer
 import llamabranch as lb
 from llamabranch.agents import Report, Step
 
+from . import options as opt
 from .console import Console, shortened
 from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
-from .options import (
-    MODEL_OPTIONS,
-    OUTPUT_OPTIONS,
-    SAMPLING_OPTIONS,
-    TEXT,
-    Given,
-    option,
-    with_options,
-)
+from .options import Given, option, with_options
 
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
@@ -35,14 +28,14 @@ _ENDS = {
 }
 
 
-@with_options("system", *SAMPLING_OPTIONS, *MODEL_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("system", *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.OUTPUT_OPTIONS)
 def agent(
     given: Given,
     console: Console,
     words: Annotated[list[str] | None, typer.Argument(metavar="TASK")] = None,
     tools: Annotated[
         list[Path] | None,
-        option("--tools", "Functions that may be called; it is run.", TEXT, metavar="FILE.py"),
+        option("--tools", "Functions that may be called; it is run.", opt.TEXT, metavar="FILE.py"),
     ] = None,
 ) -> None:
     """Do a task with a model that may call the functions of a Python file.
@@ -56,8 +49,8 @@ def agent(
         raise lb.ConfigError("no task was given", hint=hint)
     functions = [f for path in tools or () for f in load_functions(path)]
     context = given.open(given.announce(console), console)
-    params = given.without_eog(given.params(given.seed), context.model)
-    run = lb.Agent(context, given.system or (), functions, sampling=params)
+    sampling = given.params(given.seed)
+    run = lb.Agent(context, given.system or (), functions, sampling=sampling)
     console.out.file = sys.stdout
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
@@ -77,28 +70,24 @@ def _show(console: Console, steps: Iterable[Step]) -> Report:
     Raises:
         LlamaBranchError: the error that ended the run.
     """
-    report: Report | None = None
-    is_live = console.out.is_terminal and not console.silent
-    line = ""  # the text of the running turn so far
+    is_live, line_ends = console.out.is_terminal and not console.silent, True
     for step in steps:
         if step.kind in ("text", "thought"):
             if is_live:
                 console.write(step.text, "dim" if step.kind == "thought" else "")
-            line += step.text
+                line_ends = step.text.endswith("\n")
             continue
-        if step.kind in ("call", "end") and line and not line.endswith("\n") and is_live:
+        if step.kind in ("call", "end") and not line_ends:
             console.write("\n")
-        line = "" if step.kind != "prompt" else line
+            line_ends = True
         if step.kind == "call":
             console.note(f"{step.name} {step.text}")
         elif step.kind == "result":
             console.note(f"  {shortened(step.text, _SHOWN)}")
         elif step.report is not None:
-            report = step.report
-    if report is None:
-        raise lb.LlamaBranchError("the run ended without a report")
-    if report.error is not None:
-        raise report.error
-    if not is_live:
-        console.write(report.text + "\n")
-    return report
+            if step.report.error is not None:
+                raise step.report.error
+            if not is_live:
+                console.write(step.report.text + "\n")
+            return step.report
+    raise lb.LlamaBranchError("the run ended without a report")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -15,43 +16,30 @@ from llamabranch.bench.speed import Speeds, fastest, measure
 from llamabranch.bench.timing import Spread, Stopped
 from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
+from . import options as opt
 from .console import Console, number
+from .drafters import open_pair, resolve
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
-from .options import (
-    MODEL_OPTIONS,
-    OUTPUT_OPTIONS,
-    TEXT,
-    Given,
-    option,
-    trained_length,
-    with_options,
-)
+from .options import Given, option, with_options
 
-LENGTHS = "64,2000,6000"
 COLUMNS = ("tokens a second", "after", "read", "generate", "with drafts")
-EXACT = "-S exact=true"
 FLAGS = {"flash_attn": "-fa", "kv_type": "-ctk", "threads": "-t"}
 _ROOM = 256  # cells for tokens generated in addition to -n
 
 
 @with_options(
-    "max_tokens",
-    "temperature",
-    "settings",
-    "model",
-    "draft",
-    *MODEL_OPTIONS[1:],
-    *OUTPUT_OPTIONS,
+    *("max_tokens", "temperature", "settings", "model", "draft", *opt.MODEL_OPTIONS[1:]),
+    *opt.OUTPUT_OPTIONS,
     max_tokens=32,
 )
 def bench(
     given: Given,
     console: Console,
     lengths: Annotated[
-        str, option("--lengths", "Tokens of a prompt.", TEXT, metavar="N,N")
-    ] = LENGTHS,
+        str, option("--lengths", "Tokens of a prompt.", opt.TEXT, metavar="N,N")
+    ] = "64,2000,6000",
     runs: Annotated[
-        int, option("-r --runs", "How often everything is measured.", TEXT, metavar="N", min=1)
+        int, option("-r --runs", "How often everything is measured.", opt.TEXT, metavar="N", min=1)
     ] = 2,
 ) -> None:
     """Measure reading and generating with the settings that exist here.
@@ -62,9 +50,13 @@ def bench(
     The settings take turns: flash attention, K/V types, threads, exact or not.
     What you set is not varied. The last line names the fastest setting.
     """
-    names, machine = given.resolve(console), Machine.now()
+    names, machine = resolve(given, console), Machine.now()
+    n_tokens = given.max_tokens or 32
+    fitting = _lengths(given, lengths, names[0], n_tokens)
+    n_ctx = given.n_ctx or max(fitting) + n_tokens + _ROOM
+    given = replace(given, n_ctx=n_ctx, max_tokens=n_tokens)
     speeds: dict[str, Speeds] = {}
-    complete = _measure_all(given, console, names, _lengths(lengths), runs, speeds)
+    complete = _measure_all(given, console, names, fitting, runs, speeds)
     console.progress("")
     console.line(machine.describe(given.threads or machine.cores))
     console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
@@ -87,12 +79,15 @@ def bench(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _lengths(text: str) -> list[int]:
-    """Return the lengths of the prompts, in order."""
+def _lengths(given: Given, text: str, model: str, n_tokens: int) -> list[int]:
+    """Return the lengths of the prompts that the model was trained for, in order."""
     lengths = sorted({int(part) for part in text.split(",") if part.strip().isdecimal()})
-    if not lengths or lengths[0] < 2:
-        raise ConfigError(f"--lengths {text}: this needs numbers of at least 2, as in 64,2000")
-    return lengths
+    trained = None if given.n_ctx else opt.trained_length(model)
+    fitting = [n for n in lengths if trained is None or n + n_tokens <= trained]
+    if not fitting or fitting[0] < 2:
+        most = "" if trained is None else f" and at most {trained - n_tokens}"
+        raise ConfigError(f"--lengths {text}: this needs numbers of at least 2{most}, as in 64,500")
+    return fitting
 
 
 def _settings(given: Given) -> Iterator[tuple[str, Given]]:
@@ -110,7 +105,7 @@ def _settings(given: Given) -> Iterator[tuple[str, Given]]:
         flags = " ".join(f"{FLAGS[name]} {value}" for name, value in changes.items())
         yield flags or "as set", replace(given, **changes)
     if "exact" not in is_set:
-        yield EXACT, replace(given, settings=[*(given.settings or ()), "exact=true"])
+        yield "-S exact=true", replace(given, settings=[*(given.settings or ()), "exact=true"])
 
 
 def _measure_all(
@@ -122,48 +117,29 @@ def _measure_all(
     speeds: dict[str, Speeds],
 ) -> bool:
     """Add ``runs`` runs of each setting to ``speeds``; return False if Ctrl-C ended them."""
-    n_tokens = given.max_tokens or 32
-    trained = trained_length(names[0])
-    lengths = [n for n in lengths if given.n_ctx or not trained or n + n_tokens <= trained]
-    if not lengths:
-        raise ConfigError(f"{names[0]} was trained for {trained} tokens: use shorter --lengths")
-    sized = replace(given, n_ctx=given.n_ctx or max(lengths) + n_tokens + _ROOM)
-    settings = list(_settings(sized))
+    settings = list(_settings(given))
     for run in range(runs):
         for flags, options in settings[:: 1 if run % 2 == 0 else -1]:
             console.progress(f"run {run + 1} of {runs}: {flags}")
             each = speeds.get(flags) or Speeds()
             try:
-                _measure(options, console, names, lengths, n_tokens, each)
+                context, drafter = open_pair(options, names, console)
+                text = context.tokenize("\n".join(topics.values()))[: max(lengths)]
+                banned = dict.fromkeys(context.model.eog_tokens, -math.inf)  # so that no text ends
+                sampling = options.params().replace(logit_bias=banned)
+                with InterruptHandler([context, *drafter.contexts]) as interrupts:
+                    measure(
+                        context, drafter if names[1] else None, text, lengths, given.max_tokens or 0,
+                        sampling, each, lambda interrupts=interrupts: interrupts.requested,
+                    )  # fmt: skip
                 speeds[flags] = each
             except UnsupportedError as error:
                 console.note(f"without {flags}: {error}")
             except (Stopped, DecodeInterruptedError):
                 return False
+            finally:
+                console.resources.close()
     return True
-
-
-def _measure(
-    given: Given,
-    console: Console,
-    names: tuple[str, tuple[str, ...]],
-    lengths: Sequence[int],
-    n_tokens: int,
-    speeds: Speeds,
-) -> None:
-    """Open the models, add a run to ``speeds``, and close them."""
-    context, drafter = given.open_pair(names, console)
-    try:
-        tokens = context.tokenize("\n".join(topics.values()))[: max(lengths)]
-        sampling = given.without_eog(given.params(), context.model)
-        with InterruptHandler([context, *drafter.contexts]) as interrupts:
-            measure(
-                context, drafter if names[1] else None, tokens, lengths, n_tokens, sampling, speeds,
-                lambda: interrupts.requested,
-            )  # fmt: skip
-    finally:
-        for opened in (*drafter.contexts, context):
-            opened.close()
 
 
 def _rows(name: str, speeds: Speeds) -> Iterator[tuple[object, ...]]:

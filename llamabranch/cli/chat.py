@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,18 +17,11 @@ import llamabranch as lb
 from llamabranch import Chat
 from llamabranch.chat import Answer, saved_model
 
+from . import options as opt
 from .console import Console, shortened
+from .drafters import open_pair, resolve
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import (
-    DRAFT_OPTIONS,
-    OUTPUT_OPTIONS,
-    SAMPLING_OPTIONS,
-    TEXT,
-    Given,
-    option,
-    setting_value,
-    with_options,
-)
+from .options import Given, option, with_options
 
 _PROMPT = "> "
 _N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
@@ -43,7 +36,6 @@ USAGES = {
     "/system [TEXT]": "Print or set the system message; - removes it.",
     "/set [NAME VALUE]": "Print the settings, or change one: temperature 0.5, thinking off.",
     "/save FILE": "Save the chat with its branches.",
-    "/load FILE": "Continue a saved chat.",
     "/help": "Print this list.",
     "/quit": "End the program, as Ctrl-D does.",
 }
@@ -64,7 +56,7 @@ class ChatSession:
         console: where answers are printed.
 
     Attributes:
-        chat: the conversation. /load replaces it.
+        chat: the conversation.
         has_failed: whether an answer or a command has failed.
         is_typed: whether turns are typed, and not read from a pipe or a file.
     """
@@ -199,14 +191,8 @@ class ChatSession:
                 file = os.path.expanduser(rest)
                 chat.save(file)
                 note(f"saved in {file}")
-            case "/load":
-                file, engine = os.path.expanduser(rest), chat.engine
-                self.chat = lb.Chat.load(chat.ctx, file, engine.drafter, engine.config)
-                self.chat.set(on_prompt_progress=self._console.reading)
-                self.show_last()
             case "/help":
-                heading = "what it does"
-                self._console.table(("command", heading), list(USAGES.items()), left=(heading,))
+                self._console.table(("command", ""), list(USAGES.items()), left=("",))
             case "/quit":
                 self._has_quit = True
         if name in ("/retry", "/edit", "/fork", "/switch"):
@@ -214,10 +200,10 @@ class ChatSession:
 
     def _set(self, name: str = "", value: str = "") -> None:
         if name:
-            self.chat.set(**{name: _THINKING.get(value, setting_value(value))})
+            self.chat.set(**{name: _THINKING.get(value, opt.setting_value(value))})
             self._console.note(f"{name}: {value}")
             return
-        rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
+        rows = [*asdict(self.chat.sampling).items()]
         rows += [(name, self.chat.options.get(name)) for name in ("max_tokens", "thinking")]
         self._console.table(("setting", "value"), rows, left=("value",))
 
@@ -235,18 +221,15 @@ class ChatSession:
         self._console.note(f"branch {self.chat.current}{after}")
 
 
-@with_options("max_tokens", "system", *SAMPLING_OPTIONS, *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("max_tokens", "system", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "verbose")
 def chat(
     given: Given,
     console: Console,
     prompt: Annotated[
-        str | None, option("-p --prompt", "The first message.", TEXT, metavar="TEXT")
+        str | None, option("-p --prompt", "The first message.", opt.TEXT, metavar="TEXT")
     ] = None,
     load: Annotated[
-        Path | None, option("--load", "Continue a chat that /save wrote.", TEXT, metavar="FILE")
-    ] = None,
-    think: Annotated[
-        str | None, option("--think", "Think before answers.", TEXT, metavar="on|off|N")
+        Path | None, option("--load", "Continue a chat that /save wrote.", opt.TEXT, metavar="FILE")
     ] = None,
 ) -> None:
     """Talk with a model in the terminal; retry, edit, fork and save turns.
@@ -259,12 +242,11 @@ def chat(
     if load is not None and given.model is None:
         given = replace(given, model=str(saved_model(load)))
     config, params = given.config(), given.params(given.seed)
-    context, drafter = given.open_pair(given.resolve(console), console, n_seq_max=_N_SEQ_MAX)
+    context, drafter = open_pair(given, resolve(given, console), console, n_seq_max=_N_SEQ_MAX)
     if load is None:
         talk = Chat(
-            context, drafter, config, system=given.system, max_tokens=given.max_tokens,
-            sampling=given.without_eog(params, context.model),
-            thinking=_THINKING.get(think or "auto", setting_value(think or "")),
+            context, drafter, config,
+            system=given.system, max_tokens=given.max_tokens, sampling=params,
         )  # fmt: skip
     else:
         talk = Chat.load(context, load, drafter, config)
@@ -276,16 +258,5 @@ def chat(
         session.take(prompt)
     if sys.stdin is not None:  # None means that it was closed when the process started
         session.run()
-    talk = session.chat
-    console.answer(
-        {
-            "model": talk.ctx.model.name,
-            "seed": talk.sampling.seed,
-            "messages": talk.messages,
-            "finish_reasons": [exchange.finish_reason for exchange in talk.exchanges],
-            "branches": len(talk.branches),
-            "stats": talk.stats.as_dict(),
-        }
-    )
     if session.has_failed and not session.is_typed:
         raise typer.Exit(EXIT_FAILURE)

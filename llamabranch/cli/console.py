@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
@@ -74,7 +73,7 @@ class Console:
         if self.colored and style:  # line by line, so that no colour runs over the end of a line
             drawn, system = Style.parse(style), ColorSystem.STANDARD
             text = "\n".join(drawn.render(line, color_system=system) for line in text.split("\n"))
-        _write(self.out.file, text)
+        self._write(text)
 
     def answer(self, value: Mapping[str, object]) -> None:
         """Print one JSON object in ASCII if the user asked for one; nan and infinity become null.
@@ -83,7 +82,15 @@ class Console:
             OutputError: standard output is closed, or its disk is full.
         """
         if self.silent:
-            _write(sys.stdout, json_text(value) + "\n")
+            plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+            self._write(json.dumps(plain) + "\n")
+
+    def _write(self, text: str) -> None:
+        if sys.stdout is None:  # None means that it was closed when the process started
+            raise OutputError("standard output is closed", hint="send it to a file or a pipe")
+        with _failures_of_standard_output():
+            self.out.file.write(text)
+            self.out.file.flush()
 
     def emit(self, token: lb.Produced) -> None:
         """Write one generated token in the colour of its source."""
@@ -100,11 +107,8 @@ class Console:
     def table(
         self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
-        """Print rows, under headings if there are any.
-
-        The first column and the columns in ``left`` are left-aligned.
-        """
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=any(columns))
+        """Print rows under headings. The first column and the columns in ``left`` are left-aligned."""
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for i, name in enumerate(columns):
             side: JustifyMethod = "left" if i == 0 or name in left else "right"
             table.add_column(Text(name), justify=side, overflow="fold")
@@ -118,12 +122,6 @@ class Console:
             self.out.print(what)
         # Everything on standard output goes through ``write``.
         self.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
-
-    def heading(self, text: str) -> None:
-        """Print a heading between empty lines."""
-        self.line()
-        self.line(text, "bold")
-        self.line()
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print a line of text."""
@@ -165,26 +163,16 @@ class Console:
             shown = f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens"
             self.progress(shown if read.n_read < read.n_total else "")
 
-    @contextmanager
-    def opening(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show the progress of loading a model, and pass it to ``on_opening``.
+    def loading(self, name: str) -> Callable[[float], None] | None:
+        """Return a function that shows the loaded fraction of a model; None if nobody would see it."""
 
-        Yields a function of the loaded fraction of the model; None if nobody would see it.
-        """
-        shown = base_name(name)
-
-        def show(text: str) -> None:
+        def show(fraction: float) -> None:
+            text = f"loading {base_name(name)}: {fraction:.0%}"
             self.progress(text)
             if self.on_opening is not None:
                 self.on_opening(text)
 
-        def load(fraction: float) -> None:
-            show(f"loading {shown}: {fraction:.0%}")
-
-        try:
-            yield load if self.err.is_terminal or self.on_opening is not None else None
-        finally:
-            self.progress("")
+        return show if self.err.is_terminal or self.on_opening is not None else None
 
 
 def cell(value: object) -> str:
@@ -194,14 +182,6 @@ def cell(value: object) -> str:
     if isinstance(value, float):
         return "-" if math.isnan(value) else figure(value, 6)
     return ("yes" if value else "no") if isinstance(value, bool) else visible(str(value))
-
-
-def _write(file: IO[str], text: str) -> None:
-    if sys.stdout is None:  # None means that it was closed when the process started
-        raise OutputError("standard output is closed", hint="send it to a file or a pipe")
-    with _failures_of_standard_output():
-        file.write(text)
-        file.flush()
 
 
 @contextmanager
@@ -222,19 +202,6 @@ def leave_standard_output() -> None:
     """Discard standard output's buffer, because Python would fail to flush it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def json_text(value: object) -> str:
-    """Return a value as JSON in ASCII; nan and infinity, which JSON does not have, become null."""
-
-    def finite(part: object) -> object:
-        if isinstance(part, float):
-            return part if math.isfinite(part) else None
-        if isinstance(part, Mapping):
-            return {str(key): finite(inner) for key, inner in part.items()}
-        return [finite(inner) for inner in part] if isinstance(part, (list, tuple)) else part
-
-    return json.dumps(finite(value))
 
 
 # -- numbers as text, the same in all tables -----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The files of commands: texts, functions, requests, and results that overwrite nothing."""
+"""What commands read: texts, functions, requests."""
 
 from __future__ import annotations
 
@@ -8,24 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import IO, Any
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError
-
-
-def open_new(path: Path) -> IO[str]:
-    """Open a file for writing, before a model loads; an empty file may exist.
-
-    Raises:
-        ConfigError: the file is not empty, or cannot be written.
-    """
-    if path.is_file() and path.stat().st_size:
-        raise ConfigError(f"{path} already exists", hint="name another file, or delete it")
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_text(path: Path, newline: str | None = None) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,42 +17,24 @@ from llamabranch import ConfigError, Engine, Event, Request, Result
 from llamabranch.speculative import NullDrafter
 
 from . import options as opt
-from .comparison import compare, print_statistics, statistics
-from .console import Console, base_name, json_text, shortened
-from .files import open_new, piped_or_read, read_requests
-from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import (
-    DEFAULT_PROMPT,
-    DRAFT_OPTIONS,
-    OUTPUT,
-    OUTPUT_OPTIONS,
-    SAMPLING_OPTIONS,
-    TEXT,
-    Given,
-    option,
-    with_options,
-)
+from .comparison import compare, report
+from .console import Console, base_name, number, shortened
+from .drafters import open_pair, resolve
+from .files import piped_or_read, read_requests
+from .interrupts import EXIT_FAILURE, InterruptHandler
+from .options import Given, option, with_options
 
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
-_SHARED = (
-    *("max_tokens", "grammar", "schema", "chat", "system"),
-    *SAMPLING_OPTIONS,
-    *DRAFT_OPTIONS,
-    *OUTPUT_OPTIONS,
-)
 
 
-@with_options(*_SHARED, max_tokens=128)
+@with_options(max_tokens=128)
 def generate(
     given: Given,
     console: Console,
     texts: opt.Prompts = None,
     prompts: opt.MorePrompts = None,
     input_file: Annotated[
-        Path | None, option("-i --input", "A request a line.", TEXT, metavar="FILE.jsonl")
-    ] = None,
-    output_file: Annotated[
-        Path | None, option("-o --output", "A result a line.", OUTPUT, metavar="FILE.jsonl")
+        Path | None, option("-i --input", "A request a line.", opt.TEXT, metavar="FILE.jsonl")
     ] = None,
 ) -> None:
     """Generate text from one prompt or many.
@@ -61,24 +42,23 @@ def generate(
     llamabranch generate "Once upon a time" -n 64 -s 1
     llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat "Write a haiku."
     """
-    file = None if output_file is None else console.resources.enter_context(open_new(output_file))
     params = given.params()
     requests = _requests(given, piped_or_read([*(texts or ()), *(prompts or ())]), params)
     if input_file is not None:
         requests += read_requests(input_file, params, first=len(requests))
     if not requests:
         raise ConfigError("there is no prompt", hint="pass one, pipe it in, or use --input")
-    _run(given, console, requests, file)
+    _run(given, console, requests)
 
 
-@with_options(*_SHARED, max_tokens=128, draft_max="4")
+@with_options(max_tokens=128, draft_max="4")
 def speculate(
     given: Given,
     console: Console,
     texts: opt.Prompts = None,
     prompts: opt.MorePrompts = None,
     compares: Annotated[
-        bool, option("--compare", "Also time plain decoding, in turn.", OUTPUT)
+        bool, option("--compare", "Also time plain decoding, in turn.", opt.OUTPUT)
     ] = False,
 ) -> None:
     """Generate text with drafts, and say how well they worked.
@@ -89,15 +69,13 @@ def speculate(
     # The seed is a setting of the text; for generate it is one of the job.
     given = replace(given, seed=secrets.randbits(31) if given.seed is None else given.seed)
     words = piped_or_read([*(texts or ()), *(prompts or ())])
-    requests = _requests(given, words or [DEFAULT_PROMPT], given.params(given.seed))
-    _run(given, console, requests, None, speculates=True, compares=compares)
+    requests = _requests(given, words or ["Once upon a time"], given.params(given.seed))
+    _run(given, console, requests, speculates=True, compares=compares)
 
 
 def _requests(given: Given, prompts: list[str], params: lb.SamplingParams) -> list[Request]:
     """Return requests for prompts."""
-    more = given.set("request")
-    more.pop("ignore_eos", None)
-    grammar = given.parse_grammar()
+    more, grammar = given.set("request"), given.parse_grammar()
     return [
         Request(prompt, id=str(i), sampling=params, grammar=grammar, **more)
         for i, prompt in enumerate(prompts)
@@ -108,7 +86,6 @@ def _run(
     given: Given,
     console: Console,
     requests: list[Request],
-    file: IO[str] | None,
     *,
     speculates: bool = False,
     compares: bool = False,
@@ -116,31 +93,22 @@ def _run(
     """Generate the texts of all requests, print them, and exit with the code of the job."""
     config = given.config()
     has_grammar = any(request.grammar is not None for request in requests)
-    names = given.resolve(console, has_grammar=has_grammar, always=speculates)
+    names = resolve(given, console, has_grammar=has_grammar, always=speculates)
     n_texts = sum(request.n for request in requests)
-    n_together = min(given.set("load").get("n_seq_max", N_TEXTS), n_texts)
-    context, drafter = given.open_pair(
-        names, console, n_texts=n_together, n_seq_max=N_TEXTS, prefix_cache=compares
+    context, drafter = open_pair(
+        given, names, console, n_texts=n_texts, n_seq_max=N_TEXTS, prefix_cache=compares
     )
-    params = given.without_eog(given.params(), context.model)
     engine, plain = (
-        Engine(context, one, config, sampling=params, max_tokens=given.max_tokens, seed=given.seed)
+        Engine(context, one, config, max_tokens=given.max_tokens, seed=given.seed)
         for one in (drafter, NullDrafter())
     )
     prepared = [
-        replace(
-            request,
-            prompt=given.prompt(request.prompt)
-            if isinstance(request.prompt, str)
-            else request.prompt,
-            sampling=given.without_eog(request.sampling or params, context.model),
-            prompt_progress=True,
-        )
+        replace(request, prompt=given.prompt(request.prompt), prompt_progress=True)
         for request in requests
     ]
     compared = None
     with InterruptHandler([context, *drafter.contexts]) as interrupts:
-        printer = _Printer(console, requests, file, drafts=bool(names[1]), is_chat=given.is_chat)
+        printer = _Printer(console, requests, drafts=bool(names[1]), is_chat=given.is_chat)
         if compares:  # warm up: the first decodes of a context are slower than later ones
             few = [replace(request, max_tokens=8, n=1) for request in prepared]
             for each in (drafter, NullDrafter()):
@@ -150,15 +118,15 @@ def _run(
         if compares and not interrupts.requested:
             compared = compare(engine, plain, prepared, interrupts, progress=console.progress)
     console.progress("")
-    figures = statistics(stats, compared) if speculates else {}
-    rate = "" if math.isnan(stats.tokens_per_s) or figures else f"{stats.tokens_per_s:.1f} a second"
+    figures = {}
     if not console.silent:
+        rate = f"{number(stats.tokens_per_s, 1)} a second"
         console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))
-    if figures:
-        drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1]) or "nobody"
-        target = base_name(names[0])
-        title = shortened(f"{target}, {config.draft_k} tokens a draft by {drafters}", 80)
-        print_statistics(console, title, figures, compared)
+    if speculates:
+        drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1])
+        by = f"{config.draft_k} tokens a draft by {drafters or 'nobody'}"
+        title = shortened(f"{base_name(names[0])}, {by}", 80)
+        figures = report(console, title, stats, compared)
     results = [result.as_dict(stats=False) for result in printer.results]
     only = results[0] if n_texts == len(results) == 1 else {}
     console.answer(
@@ -175,9 +143,7 @@ def _run(
         }
         | figures
     )
-    if interrupts.requested:
-        console.note("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED)
+    interrupts.check()
     if printer.n_failed:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -186,25 +152,19 @@ class _Printer:
     """Prints texts: one text token by token, several in the order of their prompts.
 
     Attributes:
-        results: the texts that were printed, or written to the file.
+        results: the texts that were printed.
         n_failed: requests that failed without a token.
     """
 
     def __init__(
-        self,
-        console: Console,
-        requests: Sequence[Request],
-        file: IO[str] | None,
-        *,
-        drafts: bool,
-        is_chat: bool,
+        self, console: Console, requests: Sequence[Request], *, drafts: bool, is_chat: bool
     ) -> None:
-        self._console, self._file, self._drafts, self._is_chat = console, file, drafts, is_chat
+        self._console, self._drafts, self._is_chat = console, drafts, is_chat
         self._requests = {str(request.id): request for request in requests}
         self._order = deque((str(r.id), i) for r in requests for i in range(r.n))
         self._held = dict[tuple[str, int], Result]()
         self._n_texts = len(self._order)
-        self._streams = self._n_texts == 1 and file is None
+        self._streams = self._n_texts == 1
         self._has_begun = not console.out.is_terminal
         self.results: list[Result] = []
         self.n_failed = 0
@@ -249,17 +209,14 @@ class _Printer:
             self._console.write(request.prompt + "\n" * self._is_chat, "dim")
 
     def _give(self, result: Result) -> None:
-        """Print a text, or write its result to the file."""
+        """Print a text."""
         prompt, console = self._requests[result.id].prompt, self._console
         result.prompt = prompt  # as the user wrote it, without the chat template
         label = result.id + (f", sample {result.sample}" if result.sample else "")
         has_text = bool(result.tokens) or result.error is None
         self.n_failed += not has_text
         self.results.append(result)
-        if self._file is not None:
-            self._file.write(json_text(result.as_dict(stats=False)) + "\n")
-            self._file.flush()
-        elif self._streams and has_text:
+        if self._streams and has_text:
             self._begin()
             console.write("\n\n" if console.out.is_terminal else "\n")
         elif has_text:  # a heading, as `head` prints for several files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import webbrowser
@@ -17,6 +18,7 @@ from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
 from .console import Console
+from .drafters import open_pair, resolve
 from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
 
 if TYPE_CHECKING:
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
 
 _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
-
-
 PAGE = "Page"
 
 
@@ -54,11 +54,11 @@ def open(
     from llamabranch.loom import Loom, front_of
     from llamabranch.serve.server import Server
 
-    target, drafters = given.resolve(console)
+    names = resolve(given, console)
 
     def open_engine() -> AsyncEngine:
-        context, drafter = given.open_pair(
-            (target, drafters), console, n_texts=_PARALLEL, n_seq_max=_SEQUENCES, prefix_cache=True
+        context, drafter = open_pair(
+            given, names, console, n_texts=_PARALLEL, n_seq_max=_SEQUENCES, prefix_cache=True
         )
         config = given.config()
         return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
@@ -67,19 +67,15 @@ def open(
         loom.ready()
         console.note(f"{name} is loaded")
 
-    def listen(number: int) -> Server:
-        settings = ServeSettings(port=number, shutdown_timeout_s=0.0)
-        return Server(open_engine, settings, ready, console.note)
-
+    settings = ServeSettings(port=port, shutdown_timeout_s=0.0)
     try:
-        server = listen(port)
+        server = Server(open_engine, settings, ready, console.note)
     except ConfigError:
-        server = listen(0)
+        server = Server(open_engine, replace(settings, port=0), ready, console.note)
         console.note(f"port {port} is taken: using {server.port}")
     loom = Loom(
-        _document(file, target), server.port, lambda: server.service,
-        read_only=read_only,
-        draft="+".join(drafters) or "none",
+        _document(file, names[0]), server.port, lambda: server.service, read_only=read_only,
+        draft="+".join(names[1]) or "none",
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
@@ -127,17 +123,9 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
             for _ in sys.stdin:
                 show()
 
-    if _reads_terminal():
+    with suppress(AttributeError, ValueError):  # Windows, or a thread
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading just fails
+    if sys.stdin is not None:  # None means that it was closed when the process started
         threading.Thread(target=listen, daemon=True).start()
     if browser:
         threading.Thread(target=webbrowser.open, args=(first,), daemon=True).start()
-
-
-def _reads_terminal() -> bool:
-    """Return whether standard input may be read; in the background this would stop the program."""
-    if sys.stdin is None:  # it was closed when the process started
-        return False
-    with suppress(OSError, ValueError):
-        if sys.platform != "win32" and sys.stdin.isatty():
-            return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    return True

@@ -24,9 +24,6 @@ def score(
     given: Given,
     console: Console,
     texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT")] = None,
-    before: Annotated[
-        str | None, option("--context", "Text before each TEXT, not scored.", TEXT, metavar="TEXT")
-    ] = None,
     file: Annotated[
         Path | None,
         option("-f --file", "Its perplexity, in chunks of -c tokens.", TEXT, metavar="FILE"),
@@ -35,22 +32,19 @@ def score(
         str | None,
         option("--against", "KL divergence of -m from this model.", TEXT, metavar="MODEL"),
     ] = None,
-    top: Annotated[
-        int, option("--top", "Show the most probable tokens.", TEXT, metavar="N", min=0)
-    ] = 0,
 ) -> None:
     """Score a text or a file: perplexity, and the KL divergence of two models.
 
-    llamabranch score "The king was old." --context "Once upon a time."
+    llamabranch score "Once upon a time there was a king."
     llamabranch score -f text.txt -m a-q4.gguf --against a-bf16.gguf
 
-    The first token of a text is not scored without a context or a BOS token.
+    The first token of a text is not scored without a BOS token.
     """
     if file is None and against is not None:
         raise ConfigError("--against needs a --file")
     if file is not None:
-        if texts or before is not None:
-            raise ConfigError("--file is scored alone: leave out TEXT and --context")
+        if texts:
+            raise ConfigError("--file is scored alone: leave out TEXT")
         text = read_text(file, newline="").removesuffix("\n")  # as llama.cpp reads it
         console.answer(_measured(given, console, text, against))
         return
@@ -58,21 +52,10 @@ def score(
     if not words:
         raise ConfigError("there is no text", hint="pass a text, pipe it in, or use --file")
     ctx = given.open(given.announce(console), console)
-    records = []
-    for text in words:
-        if before is None:
-            first, *tokens = ctx.model.prompt_tokens(text)
-            start: str | list[int] = [first]
-        else:
-            start, tokens = before, ctx.tokenize(text, add_special=False, parse_special=True)
-            if not tokens:
-                raise ConfigError(f"a continuation has no tokens: {text!r}")
-        with lb.Branch.start(ctx, start) as branch:
-            scores = branch.score(tokens, top) if tokens else []
-        records.append(_record(ctx, text, scores))
+    records = [_record(ctx, text) for text in words]
     for record in records:
-        _print(console, record, top, with_tokens=len(records) == 1)
-    console.answer({"context": before, "scores": records})
+        _print(console, record, with_tokens=len(records) == 1)
+    console.answer({"scores": records})
 
 
 def _measured(given: Given, console: Console, text: str, against: str | None) -> dict[str, Any]:
@@ -86,63 +69,62 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
 
     if against is None:
         found = perplexity(ctx, text, window, progress=progress)
-        figures = {"perplexity": (found.value, found.stderr)}
+        figures: dict[str, tuple[float, float]] = {"perplexity": (found.value, found.stderr)}
     else:
         base = given.open(against, console, n_ctx=window)
         statistics = divergence(base, ctx, text, window, progress=progress).statistics
         figures = {
             "perplexity": statistics.perplexity,
-            "perplexity of the other": statistics.base_perplexity,
-            "KL divergence, nats": statistics.mean,
-            "same most probable token": statistics.same_top,
-            "change of p, rms": statistics.p_change_rms,
+            "perplexity_of_the_other": statistics.base_perplexity,
+            "kl_divergence": statistics.mean,
+            "same_most_probable_token": statistics.same_top,
+            "change_of_p": statistics.p_change_rms,
         }
     console.progress("")
-    rows = [(label, f"{value:.6g} ± {error:.2g}") for label, (value, error) in figures.items()]
-    console.table(("", ""), rows, left=("",))
-    json = {
-        label.partition(",")[0].replace(" ", "_").lower(): {"value": value, "stderr": error}
-        for label, (value, error) in figures.items()
-    }
-    return {"model": name, "against": against, **json}
+    for label, (value, error) in figures.items():
+        console.line(f"{label.replace('_', ' '):<24} {value:.6g} ± {error:.2g}")
+    pairs = {label: {"value": value, "stderr": error} for label, (value, error) in figures.items()}
+    return {"model": name, "against": against, **pairs}
 
 
-def _record(ctx: lb.Context, text: str, scores: list[lb.context.TokenScore]) -> dict[str, Any]:
-    def named(token: int) -> dict[str, Any]:
-        return {"token": token, "text": ctx.detokenize([token], special=True)}
-
-    tokens = [
-        {
-            **named(score.token),
-            "logprob": score.logprob,
-            "rank": score.rank,
-            "entropy": score.entropy,
-            "top": [{**named(token), "logprob": p} for token, p in score.alternatives],
-        }
-        for score in scores
-    ]
+def _record(ctx: lb.Context, text: str) -> dict[str, Any]:
+    """Return the scores of a text and of its tokens."""
+    first, *tokens = ctx.model.prompt_tokens(text)
+    with lb.Branch.start(ctx, [first]) as branch:
+        scores = branch.score(tokens) if tokens else []
     total, n = math.fsum(score.logprob for score in scores), len(scores)
-    perplexity = math.exp(min(-total / n, 700.0)) if n else math.nan
-    figures = {"n_tokens": n, "logprob": total, "perplexity": perplexity}
-    return {"text": text, **figures, "tokens": tokens}
+    return {
+        "text": text,
+        "n_tokens": n,
+        "logprob": total,
+        "perplexity": math.exp(min(-total / n, 700.0)) if n else math.nan,
+        "tokens": [
+            {
+                "token": score.token,
+                "text": ctx.detokenize([score.token], special=True),
+                "logprob": score.logprob,
+                "rank": score.rank,
+                "entropy": score.entropy,
+            }
+            for score in scores
+        ],
+    }
 
 
-def _print(console: Console, record: dict[str, Any], top: int, *, with_tokens: bool) -> None:
+def _print(console: Console, record: dict[str, Any], *, with_tokens: bool) -> None:
     """Print the figures of a text and, if ``with_tokens``, a row for each token."""
+    text = shortened(record["text"], 40)
     if not record["tokens"]:
-        text = shortened(record["text"], 40)
-        console.line(f"{text!r} is a single token, which has no score without a --context")
+        console.line(f"{text!r} is a single token, which has no score")
         return
     if with_tokens:
-        columns = ("token", "text", "logprob", "rank", "entropy", *("most probable",) * (top > 0))
         rows = []
         for token in record["tokens"]:
             figures = number(token["logprob"], 4), token["rank"], number(token["entropy"], 4)
-            others = " ".join(repr(other["text"]) for other in token["top"])
-            rows.append((token["token"], repr(token["text"]), *figures, others)[: len(columns)])
-        console.table(columns, rows, left=("text", "most probable"))
+            rows.append((token["token"], repr(token["text"]), *figures))
+        console.table([*record["tokens"][0]], rows, left=("text",))
         console.line()
     console.line(
-        f"{shortened(record['text'], 40)}: {record['n_tokens']} tokens, log-probability "
-        f"{record['logprob']:.4f} nats, perplexity {record['perplexity']:.4f}"
+        f"{text}: {record['n_tokens']} tokens, log-probability {record['logprob']:.4f} nats, "
+        f"perplexity {record['perplexity']:.4f}"
     )

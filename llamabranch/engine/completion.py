@@ -26,8 +26,7 @@ from ..model.thoughts import (
     thinking_variables,
 )
 from ..model.tools import Tool, Tools, begun_answer, conversation
-from ..request.from_json import GRAMMARS, chosen_grammar
-from ..request.request import EngineStats, Event, Request, RequestSource, Result
+from ..request.request import EngineStats, Event, Request, Result
 from ..request.turns import TurnPieces, shown_pieces, written_piece
 from ..run.core import EngineCore
 from ..run.loop import Loop
@@ -60,6 +59,7 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
+_GRAMMARS = ("grammar", "json_schema", "regex", "choices")  # a text follows at most one of them
 _MAX_TOKENS = 128  # for a call that sets no limit
 T = TypeVar("T", default=object)  # the type of parsed values
 
@@ -70,7 +70,9 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     max_tokens: int | None
     stop: str | Sequence[str]
     stop_tokens: Sequence[int]
+    min_tokens: int
     n: int
+    priority: int
     sampling: SamplingParams | None
     grammar: Grammar | str | None
     constraint: ConstraintLike | None
@@ -89,8 +91,8 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
 
 
 _AS_GIVEN = (
-    "stop", "stop_tokens", "constraint", "n", "prompt_logprobs", "parse_special",
-    "on_prompt_progress", "prompt_progress",
+    "stop", "stop_tokens", "min_tokens", "constraint", "n", "priority", "prompt_logprobs",
+    "parse_special", "on_prompt_progress", "prompt_progress",
 )  # fmt: skip
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
@@ -234,7 +236,7 @@ def plan_texts(
     for index, each in enumerate(prompts):
         with placed(_place(index, prompts)):
             planned.append(of(each))
-    plan = _planned(ctx, planned, base, options, chosen_grammar(options))
+    plan = _planned(ctx, planned, base, options, _chosen_grammar(options))
     plan.prompts, plan.is_list = prompts, is_list
     return plan
 
@@ -333,9 +335,13 @@ def plan_chat(
     parallel_tool_calls: bool | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
     show_schema: bool = True,
+    continues: bool | None = None,
+    generates: bool | None = None,
     **options: Unpack[TextOptions],
 ) -> Completion:
     """Check the arguments of ``chat``, and return the call; see ``plan_texts``.
+
+    ``continues`` and ``generates``: as for ``conversation``.
 
     Raises:
         ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: an argument is
@@ -343,7 +349,7 @@ def plan_chat(
     """
     text_context("ctx", ctx)
     flag("show_schema", show_schema)
-    model, grammar = ctx.model, chosen_grammar(options)
+    model, grammar = ctx.model, _chosen_grammar(options)
     is_shown = show_schema and grammar is not None and grammar.kind == "json_schema"
     schema = grammar.source if is_shown and grammar is not None else ""
     form, asked = model.turn_format, _Thinking.of(options)
@@ -356,14 +362,39 @@ def plan_chat(
     for index, each in enumerate(given):
         with placed(_place(index, given)):
             chats.append(chat_messages(each))
-            talk = conversation(model, chats[-1], known, variables, schema=schema)
-            tokens = talk.tokens(model)
-            planned.append(asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used))
-    if known.forced and any(options.get(name) is not None for name in GRAMMARS):
-        raise ConfigError("a forced tool call has its own grammar, so no other grammar is possible")
+            talk = conversation(
+                model, chats[-1], known, variables,
+                continues=continues, generates=generates, schema=schema,
+            )  # fmt: skip
+            tokens, ends = talk.tokens(model), generates is False and not talk.begun
+            planned.append(
+                (tokens, None)
+                if ends
+                else asked.plan(model, tokens, begun=talk.begun, has_calls=known.is_used)
+            )
+    if known.forced and any(options.get(name) is not None for name in _GRAMMARS):
+        raise ConfigError("tool_choice forces a call, which has a grammar of its own; use no other")
     plan = _planned(ctx, planned, base, options, grammar, known)
     plan.prompts, plan.is_list = chats, is_list
     return plan
+
+
+def _chosen_grammar(options: Mapping[str, object]) -> Grammar | None:
+    """Return the one grammar among options, or None; see `_GRAMMARS`.
+
+    Raises:
+        ConfigError: there are several. GrammarError: it is invalid.
+    """
+    grammar, schema, regex, choices = given = [options.get(name) for name in _GRAMMARS]
+    if sum(value is not None for value in given) > 1:
+        raise ConfigError(f"use only one of {', '.join(_GRAMMARS)}")
+    if schema is not None:
+        return Grammar.from_json_schema(cast(type, schema))  # or text, or an object
+    if regex is not None:
+        return Grammar.from_regex(cast(str, regex))
+    if choices is not None:
+        return Grammar.from_choices(cast(Sequence[str], choices))
+    return Grammar(grammar) if isinstance(grammar, str) else cast("Grammar | None", grammar)
 
 
 def tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
@@ -431,8 +462,8 @@ def run(
             drafter = drafters[structured]
     loop = Loop(ctx, drafter, batched=True)
     core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
-    source = RequestSource(plan.requests)
-    events = plan.events(RequestStream(core, source, random_seed(), reports_tokens=stream).events())
+    running = RequestStream(core, plan.requests, random_seed(), reports_tokens=stream)
+    events = plan.events(running.events())
     if stream:
         return events
     try:

@@ -106,7 +106,8 @@ class Context(CacheContext):
                   text that a grammar forces, if measurements show that this is faster; None = plain
                   decoding; or a `Drafter`.
                 - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
-                  ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
+                  ends. ``stop``, ``stop_tokens``: strings and tokens that end the text;
+                  ``min_tokens``, ``priority``: as for `Request`.
                 - ``n``: how many texts to generate for each prompt (1). The result is the first
                   text; ``result.choices`` has all of them.
                 - one of ``json_schema`` (a schema, or a type), ``regex``, ``choices`` (a list of texts)

@@ -27,7 +27,6 @@ from ..request.request import (
     EngineStats,
     Event,
     Requests,
-    RequestSource,
     Result,
     as_request,
     identity,
@@ -276,18 +275,17 @@ class Engine:
             ConfigError: two requests have the same id, or there are no requests.
             DecodeInterruptedError: a decode was interrupted; ``results`` of the error has the texts.
         """
-        order: dict[str, int] = {}
         results: list[Result] = []
-        source = RequestSource(requests, order)
+        if on_event is not None:
+            function("on_event", on_event)
+        stream = self._stream(requests, reports_tokens=on_event is not None)
+        order = stream.order
 
         def in_order(found: list[Result]) -> list[Result]:
             return sorted(found, key=lambda r: (order.get(r.id, len(order)), r.sample))
 
-        if on_event is not None:
-            function("on_event", on_event)
-        run = self._run(source, reports_tokens=on_event is not None)
         try:
-            with closing(run) as events:  # also if ``on_event`` raises
+            with closing(stream.events()) as events:  # also if ``on_event`` raises
                 for event in events:
                     if event.result is not None:
                         results.append(event.result)
@@ -311,18 +309,15 @@ class Engine:
             DecodeInterruptedError: a decode was interrupted. Before that come the results of the
                 unfinished requests that were read, with their texts so far and "cancelled".
         """
-        return self._run(RequestSource(requests))
+        return self._stream(requests).events()
 
-    def _run(
-        self, source: RequestSource, *, reports_tokens: bool = True
-    ) -> Generator[Event, None, None]:
-        """Return an iterator over the events of all steps, until ``source`` and all requests end."""
+    def _stream(self, requests: Requests, *, reports_tokens: bool = True) -> RequestStream:
         self._check_open()
         stream = RequestStream(
-            self._new_core(), source, self._draw_seed(), reports_tokens=reports_tokens
+            self._new_core(), requests, self._draw_seed(), reports_tokens=reports_tokens
         )
         self._streams.append(weakref.ref(stream, self._streams.remove))
-        return stream.events()
+        return stream
 
     def explain(self) -> str:
         """Describe how the engine drafts and batches, and the measurements that led to this."""

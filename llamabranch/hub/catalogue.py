@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import ConfigError
 from .caches import PACKAGES, find, own_cache
-from .spec import HubSpec
+from .choice import HubSpec
 
 BUNDLED_TARGET = "tale-target"
 DEFAULT_MODEL = "smollm2-135m"  # of the command line, if it is installed
@@ -38,15 +37,10 @@ class CatalogueEntry:
     @property
     def path(self) -> Path | None:
         """The file on this machine; None if it is not here."""
-        if self.bundled:
-            places = [_DATA / self.file]
-        else:
-            places = [own_cache() / self.file, own_cache() / self.repository / self.file]
-        for place in places:
-            if place.is_file():
-                return place
-        model = None if self.bundled else find(HubSpec(self.repository, file=self.file))
-        return None if model is None else model.path
+        path = (_DATA if self.bundled else own_cache()) / self.file
+        if path.is_file():
+            return path
+        return None if self.bundled else find(HubSpec(self.repository, file=self.file))
 
     @property
     def package(self) -> str | None:
@@ -57,12 +51,6 @@ class CatalogueEntry:
     def made_here(self) -> tuple[str, ...]:
         """The quantizations that can be made from its file on this machine: ``name:Q8_0``."""
         return () if self.package is None else ("Q8_0", "BF16", "Q4_0")
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the rounded size in bytes."""
-        number, unit = self.size.split()
-        return round(float(number) * {"MB": 1e6, "GB": 1e9}[unit])
 
 
 def draft_for(name: str) -> str | None:
@@ -87,16 +75,13 @@ def draft_for(name: str) -> str | None:
 def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return the entries of ``models.txt`` in order, the bundled pair first."""
     # The wheel has a copy next to the weights; a checkout has the file in its top folder.
-    for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
-        if path.is_file():
-            lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-            return tuple(
-                CatalogueEntry(*map(str.strip, line.split("|")))
-                for line in lines
-                if line and not line.startswith("#")
-            )
-    raise ConfigError(
-        "models.txt is missing from this installation", hint="install llamabranch again"
+    copy, original = _DATA / "models.txt", Path(__file__).parents[2] / "models.txt"
+    text = (copy if copy.is_file() else original).read_text(encoding="utf-8")
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(
+        CatalogueEntry(*map(str.strip, line.split("|")))
+        for line in lines
+        if line and not line.startswith("#")
     )
 
 

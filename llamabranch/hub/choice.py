@@ -1,6 +1,6 @@
-"""Choose the files of a repository that belong to the model with a tag.
+"""``user/repo[:tag]``, as llama.cpp's users type it, and the files of the repository that this means.
 
-It chooses like llama.cpp, but a tag must match as a whole. In llama.cpp ``:F16`` also finds BF16, and
+The choice is llama.cpp's, but a tag must match as a whole. In llama.cpp ``:F16`` also finds BF16, and
 ``:Q4_0`` finds IQ4_0.
 """
 
@@ -8,25 +8,56 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .spec import is_safe_path
 
 DEFAULT_TAGS = ("Q4_K_M", "Q8_0")  # tried without a tag, in this order; then any model
 
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})", re.ASCII)
+# llama.cpp's rule: letters, digits and _, with single dots and dashes between them.
+_NAME = r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*"
+_MARK = r"@refs/pr/\d+|[@:][\w.-]+"
+_PREFIX = r"hf:|(?:https://)?(?:hf|huggingface)\.co/"
+_SPEC = re.compile(rf"(?:{_PREFIX})?({_NAME}/{_NAME})((?:{_MARK})*)(?:/(.+))?", re.ASCII)
+_LONGEST_NAME = 96  # of a repository on the hub
+_SHARD = re.compile(r"(.+)-\d{5}-of-(?!00000)(\d{5})\.gguf", re.ASCII)
 # Files that belong to a model but are not models: projectors, importance matrices and heads.
 _SIDECAR = re.compile(r"(?i:mmproj|imatrix)|(?:^|[-._])(?:mtp|eagle3|dflash|dspark)-", re.ASCII)
-_QUANTIZATION = re.compile(
-    r"(?:I?Q|TQ)\d_[A-Z0-9]+(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?|NVFP4",
-    re.ASCII | re.IGNORECASE,
-)
 
 
-def is_model(path: str) -> bool:
-    """Return whether a file of a repository is a model, or a shard of one."""
-    name = path.rpartition("/")[2]
-    return path.endswith(".gguf") and is_safe_path(path) and not _SIDECAR.search(name)
+@dataclass(frozen=True)
+class HubSpec:
+    """A model of a repository on the Hugging Face hub.
+
+    Attributes:
+        repository: ``user/repo``.
+        revision: a branch, a tag of git or a commit; None = the main branch.
+        tag: the quantization, such as ``Q8_0``; None = llama.cpp's choice.
+        file: a file of the repository, instead of a tag.
+    """
+
+    repository: str
+    revision: str | None = None
+    tag: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubSpec | None:
+        """Parse ``user/repo[@revision][:tag]`` or ``user/repo[@revision]/file.gguf``; None = neither."""
+        match = _SPEC.fullmatch(text)
+        if match is None or len(match[1]) > _LONGEST_NAME:
+            return None
+        if text.endswith(".gguf") and match[3] is None:  # models/tale.gguf
+            return None
+        marks = re.findall(_MARK, match[2], re.ASCII)
+        by_kind = {mark[0]: mark[1:] for mark in marks}
+        if len(by_kind) < len(marks) or (":" in by_kind and match[3]):
+            return None
+        return cls(match[1], by_kind.get("@"), by_kind.get(":"), match[3])
+
+    def __str__(self) -> str:
+        parts = ("", self.repository), ("@", self.revision), (":", self.tag), ("/", self.file)
+        return "".join(mark + part for mark, part in parts if part is not None)
 
 
 def choose(
@@ -35,7 +66,7 @@ def choose(
     """Return the files of one model: one file, or all shards in order.
 
     Args:
-        paths: the files of the repository; names that would leave a folder are ignored.
+        paths: the files of the repository.
         tag: the quantization, in capitals or not; None = Q4_K_M, Q8_0, or else the first model.
         file: this file instead, or the model that it is a shard of. Sidecar files can be named.
         where: the repository, for messages.
@@ -44,78 +75,40 @@ def choose(
         ConfigError: no model has the tag, there is no such file, or a shard is missing. The hint lists
             the available models.
     """
-    safe = sorted({path for path in paths if is_safe_path(path)})
+    files = sorted(paths)
+    ggufs = [path for path in files if path.endswith(".gguf")]
+    models = [path for path in ggufs if not _SIDECAR.search(path.rpartition("/")[2])]
     if file is not None:
-        if file not in safe:
-            raise ConfigError(f"{where} has no file {file}", hint=_offer(safe))
-        stem, shard = _stem_and_shard(file)
-        shards = (file,) if shard is None else _sets(safe)[stem, shard[1]]
-        return _complete(shards, where)
-    models = model_sets(safe)
-    if not models:
-        raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
-    for quantization in DEFAULT_TAGS if tag is None else (tag,):
-        # The end of a name is the quantization; the same letters in the middle may belong to the model's
-        # name.
-        for after in ("$", r"(?![A-Za-z0-9_])"):
-            pattern = re.compile(_bounded(quantization) + after, re.ASCII | re.IGNORECASE)
-            for files in models:
-                if pattern.search(_stem_and_shard(files[0])[0]):
-                    return _complete(files, where)
-    if tag is None:
-        return _complete(models[0], where)
-    raise ConfigError(f"{where} has no model with the tag {tag}", hint=_offer(safe))
-
-
-def model_sets(paths: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the models among files, in order: each one file, or its shards, complete or not."""
-    return list(_sets(path for path in sorted(set(paths)) if is_model(path)).values())
-
-
-def _sets(paths: Iterable[str]) -> dict[tuple[str, int], tuple[str, ...]]:
-    sets: dict[tuple[str, int], tuple[str, ...]] = {}
-    for path in paths:
-        stem, shard = _stem_and_shard(path)
-        key = (stem, 1 if shard is None else shard[1])
-        sets[key] = (*sets.get(key, ()), path)
-    return sets
-
-
-def _complete(files: tuple[str, ...], where: str) -> tuple[str, ...]:
-    stem, shard = _stem_and_shard(files[0])
+        what, found = f"file {file}", [file] if file in files else []
+    elif tag is not None:
+        what, found = f"model with the tag {tag}", _tagged(models, tag)
+    else:
+        preferred = (path for name in DEFAULT_TAGS for path in _tagged(models, name))
+        what, found = "GGUF model", [*preferred, *models]
+    if not found:
+        offered = models or ggufs
+        hint = f"its files: {', '.join(offered[:12])}" if offered else "is it a GGUF repository?"
+        raise ConfigError(f"{where} has no {what}", hint=hint)
+    shard = _SHARD.fullmatch(found[0])
     if shard is None:
-        return files
-    count = shard[1]
-    present = {index for _, part in map(_stem_and_shard, files) if part for index in part[:1]}
-    missing = next((i for i in range(1, count + 1) if i not in present), None)
-    if missing is None and len(files) == count:
-        return files
-    raise ConfigError(
-        f"{where} lacks part {missing or count} of {count} of {stem}",
-        hint="the model is incomplete there: choose another quantization",
-    )
+        return (found[0],)
+    count = int(shard[2])
+    shards = tuple(f"{shard[1]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1))
+    missing = [path for path in shards if path not in files]
+    if missing:
+        raise ConfigError(
+            f"{where} lacks part {missing[0]}",
+            hint="the model is incomplete there: choose another quantization",
+        )
+    return shards
 
 
-def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
-    """Return a path without suffix and shard number, and (index, count) of a shard."""
-    stem = path.removesuffix(".gguf")
-    match = _SHARD.fullmatch(stem)
-    if match is None:
-        return stem, None
-    return match["stem"], (int(match["index"]), int(match["count"]))
-
-
-def _bounded(tag: str) -> str:
+def _tagged(models: list[str], tag: str) -> list[str]:
+    """Return the models that have the tag as a whole, those whose name ends in it first."""
     # An underscore may stand before the name of a quantization, as in tale-target_q8_0. Before any other
     # tag it may be inside a longer tag: the tag M must not match in Q4_K_M.
-    before = r"[A-Za-z0-9]" if _QUANTIZATION.fullmatch(tag) else r"[A-Za-z0-9_]"
-    return f"(?<!{before}){re.escape(tag)}"
-
-
-def _offer(paths: list[str]) -> str:
-    """Return a hint: the models among the files, or else other GGUF files."""
-    if models := model_sets(paths):
-        return "models: " + ", ".join(files[0] for files in models[:12])
-    if others := [path for path in paths if path.endswith(".gguf")]:
-        return f"name one of its files: {', '.join(others[:8])}"
-    return "is it a GGUF repository?"
+    before = r"[^\W_]" if re.match(r"[A-Za-z]+\d", tag, re.ASCII) else r"\w"
+    whole = rf"(?ai)(?<!{before}){re.escape(tag)}(?!\w)"
+    stems = {path: re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path) for path in models}
+    found = [path for path in models if re.search(whole, stems[path])]
+    return sorted(found, key=lambda path: not re.search(f"{whole}$", stems[path]))

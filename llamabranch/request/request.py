@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Generic, NamedTuple, cast
+from typing import Generic, cast
 
 import numpy as np
 from typing_extensions import Self, TypeVar
@@ -29,7 +29,7 @@ from ..sampling import SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar
 from ..sampling.params import settings_of
-from .from_json import request_fields
+from .fields import line_of
 from .openai import (
     Vocabulary,
     answer_message,
@@ -45,7 +45,6 @@ __all__ = [
     "EngineStats",
     "Event",
     "Request",
-    "RequestSource",
     "Requests",
     "Result",
     "as_request",
@@ -205,10 +204,11 @@ class Request:
         """Return the request that a JSON object describes, such as a line of a file of requests.
 
         The object has ``prompt`` (text or token ids) or ``messages``. It may have ``id`` or
-        ``custom_id``, ``max_tokens``, ``stop``, one of ``grammar`` (GBNF), ``json_schema``, ``regex``,
-        ``choice`` (a list of texts) and OpenAI's ``response_format``, and ``n``, ``priority``,
-        ``logprobs``, ``top_logprobs``, ``prompt_logprobs``, ``parse_special``, and sampling settings, by
-        their names or in ``sampling``. A value of None counts as left out.
+        ``custom_id``, ``max_tokens``, ``min_tokens``, ``stop``, ``stop_tokens``, one of ``grammar``
+        (GBNF), ``json_schema``, ``regex``, ``choices`` (a list of texts) and OpenAI's
+        ``response_format``, and ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
+        ``prompt_logprobs``, ``parse_special``, and the settings of `SamplingParams`. A value of None
+        counts as left out.
 
         Args:
             data: the object.
@@ -219,7 +219,19 @@ class Request:
             ConfigError: a field is unknown, missing, of the wrong type or out of range.
             GrammarError: the grammar is invalid.
         """
-        return cls(**request_fields(data, name, sampling))
+        line = line_of(data)
+        base = SamplingParams() if sampling is None else sampling
+        fields = line.arguments(base, None, line.limit(), line.n_alternatives())
+        if sampling is None and fields["sampling"] == base:
+            fields["sampling"] = None  # the engine's
+        return cls(
+            line.asked(),
+            line.name(name),
+            grammar=line.text_grammar(),
+            prompt_logprobs=line.prompt_logprobs,
+            parse_special=line.parse_special is not False,
+            **fields,
+        )
 
 
 @dataclass(repr=False)
@@ -528,79 +540,6 @@ class EngineStats:
 AnyRequest = Request | str | Sequence[Message]
 # One conversation is an iterable of messages; one text is an iterable of str.
 Requests = Iterable[AnyRequest | Message] | Request
-
-
-class RequestSource:
-    """Reads the requests of one ``generate`` or ``stream`` call, one by one.
-
-    Args:
-        requests: requests or prompts, or a single one. The requests in a list are checked at once,
-            and begin in the order of their priorities.
-        order: a dictionary that gets the number of each request that is read, by its id.
-
-    Raises:
-        ConfigError: two requests have the same id, an item is not a request, or there are no requests.
-
-    Attributes:
-        failure: the exception that reading raised; None so far.
-        expected: the ids of the requests in a list that are not read yet.
-    """
-
-    def __init__(self, requests: Requests, order: dict[str, int] | None = None) -> None:
-        if isinstance(requests, (str, Request)) or is_chat(requests):
-            requests = [requests]
-        refused = (bytes, bytearray, memoryview, Mapping)
-        if isinstance(requests, refused) or not isinstance(requests, Iterable):
-            raise ConfigError(
-                f"requests are prompts or Requests, not {requests!r:.40}",
-                hint="pass text, a conversation, a Request, or a list of these; decode bytes first",
-            )
-        given = cast(Iterable[AnyRequest], requests)
-        self._order = order
-        self.failure: Exception | None = None
-        self.expected: set[str] = set()
-        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(given)
-        if isinstance(given, Sequence):
-            numbered = list(numbered)
-            for number, request in numbered:
-                name = identity(request, number)
-                if name in self.expected:
-                    raise ConfigError(f"two requests have the id {name!r}")
-                self.expected.add(name)
-            numbered.sort(key=lambda pair: getattr(pair[1], "priority", 0))
-        self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
-
-    def __iter__(self) -> Iterator[Asked]:
-        return self
-
-    def __next__(self) -> Asked:
-        """Return the next request; if reading fails, stop and keep the error in ``failure``."""
-        if self.failure is not None:
-            raise StopIteration
-        try:
-            number, given = next(self._numbered)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self.failure = error
-            raise StopIteration from None
-        name = str(number)
-        try:
-            name = identity(given, number)
-            request = as_request(given)
-        except LlamaBranchError as error:
-            return Asked(name, Request(""), error)
-        if self._order is not None:
-            self._order[name] = number
-        return Asked(name, request, None)
-
-
-class Asked(NamedTuple):
-    """A request with its id, or with an error instead."""
-
-    name: str
-    request: Request
-    error: LlamaBranchError | None
 
 
 def identity(request: AnyRequest, number: int) -> str:

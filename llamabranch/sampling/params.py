@@ -44,7 +44,7 @@ _ARGUMENTS = {
     "regex": "complete and chat",
     "choices": "complete and chat: a list of texts",
     "grammar": "complete, chat, Request and Branch.start",
-    "min_tokens": "Request",
+    **dict.fromkeys(("min_tokens", "priority"), "complete, chat and Request"),
     **dict.fromkeys(("tools", "tool_choice"), "chat"),
 }
 # Names of the same argument in other libraries.

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import codecs
-from asyncio import to_thread
 from collections.abc import Iterable, Sequence
 from datetime import date
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, cast
 
 from msgspec import Meta
 
 from ..branch import Produced
 from ..context import TokenScore
-from ..engine.completion import tool_grammar
-from ..errors import LlamaBranchError
+from ..engine.completion import Completion, TextOptions, plan_chat, plan_texts
 from ..model import Turn
-from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking, thinking_variables
-from ..model.tools import Conversation, Tools, begun_answer, conversation, openai_deltas
+from ..model.thoughts import ThinkingChoice, thinking_variables
+from ..model.tools import Tools, begun_answer, openai_deltas
 from ..request.openai import called, chat_choice, completion_choice
 from ..request.turns import TurnPieces
-from ..sampling import Grammar
-from .errors import HttpError, http_error
-from .fields import Limit, Prompt, TextFields, Top, engine_requests, limit_of, prompt_tokens
+from .errors import HttpError
+from .fields import HttpFields, Prompt, Top, planned, prompt_tokens
 from .generation import Update, Writer, answer
 from .messages import json_of
 from .service import Service
@@ -44,7 +42,7 @@ _DATES = {
 # -- completions -----------------------------------------------------------------------------------
 
 
-class CompletionFields(TextFields, kw_only=True):
+class CompletionFields(HttpFields, kw_only=True):
     """The body of a request."""
 
     prompt: Prompt | None = None
@@ -78,9 +76,10 @@ async def completions(call: HttpRequest, service: Service) -> Response:
         if fields.stream:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
         scored = max(top, scored or 0)
-    limit = limit_of(fields.max_tokens, _DEFAULT_TOKENS)
-    requests = await engine_requests(service, fields, prompts, limit, top, prompt_logprobs=scored)
-    return await answer(_CompletionWriter(service, fields, n_added), requests)
+    options = await fields.options(service, fields.limit(_DEFAULT_TOKENS), top)
+    options["prompt_logprobs"] = scored
+    texts = await planned(service, partial(plan_texts, service.ctx, prompts, **options), "prompt")
+    return await answer(_CompletionWriter(service, fields, n_added), texts.requests)
 
 
 class _Offsets:
@@ -153,7 +152,7 @@ class _CompletionWriter(Writer[CompletionFields]):
 # -- conversations ---------------------------------------------------------------------------------
 
 
-class ChatFields(TextFields, kw_only=True):
+class ChatFields(HttpFields, kw_only=True):
     """The body of a request."""
 
     messages: list[dict[str, object]]
@@ -166,7 +165,6 @@ class ChatFields(TextFields, kw_only=True):
     thinking: bool | Annotated[int, Meta(ge=0)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     modalities: list[str] | None = None
@@ -179,44 +177,31 @@ class ChatFields(TextFields, kw_only=True):
             return False
         return self.thinking
 
-    def prompt(
-        self, service: Service, tools: Tools, grammar: Grammar | None
-    ) -> tuple[list[int], Thinking | None]:
-        """Return the tokens of the prompt, and how the answer to it begins.
+    def plan(self, service: Service, options: TextOptions) -> Completion:
+        """Return the checked call; see ``plan_chat``.
 
         A last message of the assistant is continued. A template that asks for the date gets today's,
         unless the request sets one.
         """
-        model, choice = service.model, self.thinks
-        talk = self.conversation(service, tools, grammar)
-        if model.turn_format.thought_end is None:  # like llama-server and vLLM
-            choice = None
-        tokens = talk.tokens(model)
-        if self.add_generation_prompt is False and not talk.begun:
-            return tokens, None
-        return plan_thinking(model, tokens, choice, begun=talk.begun, has_calls=tools.is_used)
-
-    def conversation(self, service: Service, tools: Tools, grammar: Grammar | None) -> Conversation:
-        """Return the input of the template; it has the JSON schema unless ``show_schema`` is false."""
-        is_shown = grammar is not None and grammar.kind == "json_schema"
-        model, today = service.model, date.today()
+        model, today, choice = service.model, date.today(), self.thinks
         template = model.chat_template or ""
         variables: dict[str, object] = {
             name: today.strftime(form) for name, form in _DATES.items() if name in template
         }
-        variables |= thinking_variables(model.turn_format, self.thinks)
+        variables |= thinking_variables(model.turn_format, choice)
         if self.reasoning_effort and "reasoning_effort" in template:
             variables["reasoning_effort"] = self.reasoning_effort
-        return conversation(
-            model, self.messages, tools, {**variables, **(self.chat_template_kwargs or {})},
-            continues=self.continue_final_message, generates=self.add_generation_prompt,
-            schema=grammar.source if grammar and is_shown and self.show_schema is not False else "",
+        if model.turn_format.thought_end is None:  # like llama-server and vLLM
+            choice = None
+        options = {**options, "thinking": choice}
+        return plan_chat(
+            service.ctx, self.messages,
+            tools=self.tools, tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})},
+            show_schema=self.show_schema is not False, continues=self.continue_final_message,
+            generates=self.add_generation_prompt, **options,
         )  # fmt: skip
-
-    def known_tools(self, service: Service) -> Tools:
-        """Return the functions that may be called."""
-        form, parallel = service.model.turn_format, self.parallel_tool_calls
-        return Tools(self.tools or (), self.tool_choice, form, parallel=parallel)
 
 
 async def chat(call: HttpRequest, service: Service) -> Response:
@@ -226,45 +211,26 @@ async def chat(call: HttpRequest, service: Service) -> Response:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
-    tools = await to_thread(fields.known_tools, service)
-    grammar, text_grammar = None, await fields.text_grammar()
-    tokens, thinking = await to_thread(fields.prompt, service, tools, text_grammar)
-    if tools.is_used:
-        if text_grammar is not None and tools.forced:
-            message = "a forced tool call has its own grammar, so no other grammar is possible"
-            raise HttpError(400, message, param="tool_choice")
-        try:
-            grammar = await to_thread(tool_grammar, service.model, tools, text_grammar)
-        except LlamaBranchError as error:
-            raise http_error(error, param="tools") from None
-    limits = fields.max_completion_tokens, fields.max_tokens
-    if None not in limits and limits[0] != limits[1]:
-        message = "max_tokens has two values, under this name and another; send one"
-        raise HttpError(400, message, param="max_tokens")
-    requests = await engine_requests(
-        service, fields, [tokens], limit_of(*limits, service.settings.max_tokens),
-        (fields.top_logprobs or 0) if fields.logprobs else None,
-        grammar=grammar, thinking=thinking,
-    )  # fmt: skip
-    return await answer(
-        _ChatWriter(service, fields, tools, is_strict=grammar is not None), requests
-    )
+    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    limit = fields.limit(service.settings.max_tokens)
+    options = await fields.options(service, limit, top_logprobs)
+    talk = await planned(service, partial(fields.plan, service, options), "messages")
+    return await answer(_ChatWriter(service, fields, talk), talk.requests)
 
 
 class _ChatWriter(Writer[ChatFields]):
     """Writes texts as OpenAI's messages.
 
     Args:
-        service, fields, tools: the model, the request, its functions.
-        is_strict: a call that has begun is always valid, so its arguments are sent as they are generated.
+        service, fields, call: the model, the request, and the call that it describes.
     """
 
-    def __init__(
-        self, service: Service, fields: ChatFields, tools: Tools, *, is_strict: bool
-    ) -> None:
+    def __init__(self, service: Service, fields: ChatFields, call: Completion) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(service, fields, "chatcmpl", kind)
-        self._tools, self._is_strict = tools, is_strict
+        self._tools = cast(Tools, call.tools)
+        # With a grammar, a call that has begun is valid: its arguments are sent as they are generated.
+        self._is_strict = call.requests[0].grammar is not None
         self._pieces: dict[int, TurnPieces] = {}
 
     def part(self, update: Update) -> dict[str, object]:

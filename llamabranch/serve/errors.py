@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .. import errors
 
 __all__ = ["HttpError", "http_error"]
@@ -60,7 +62,7 @@ def http_error(
         case errors.CapacityError():
             return HttpError(503, message)
         case error if isinstance(error, _BAD):
-            name = message.partition(" ")[0]
+            name = re.split(r"\W", message, maxsplit=1)[0]
             was_sent = getattr(fields, name, None) is not None
             return HttpError(400, message, param=name if was_sent else param)
     return HttpError(500, message)

@@ -15,7 +15,7 @@ from ..generation.thought import token_text
 from ..request.openai import End, end_reason
 from ..request.openai import usage as usage_of
 from .errors import HttpError, http_error
-from .fields import TextFields
+from .fields import HttpFields
 from .messages import event_stream, reply
 from .service import Service
 
@@ -26,7 +26,7 @@ __all__ = [
     "Update", "Writer", "all_texts", "answer", "timings", "updates", "usage",
 ]  # fmt: skip
 
-F = TypeVar("F", bound=TextFields)
+F = TypeVar("F", bound=HttpFields)
 _numbers = count()  # of requests to the engine, for their ids
 
 

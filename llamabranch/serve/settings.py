@@ -32,7 +32,6 @@ class ServeSettings:
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
         log_requests: log a line for each request, to the logger "uvicorn.access".
         max_tokens: the limit for requests that set none; None = until the context is full.
-        seed: the seed for requests that set none; None = a random one for each.
         sampling: defaults for settings that a request leaves out.
 
     Raises:
@@ -53,7 +52,6 @@ class ServeSettings:
     shutdown_timeout_s: float = 30.0
     log_requests: bool = False
     max_tokens: int | None = None
-    seed: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

@@ -43,12 +43,9 @@ WARM = ("--temperatures", "0.8")
 
 
 def of_drafts(results: dict[str, Any]) -> None:
-    fixed = ["fixed 3", "fixed 7", "fixed 15"]
-    labels = {"edit, T = 0.8": ["plain", "auto", *fixed]}
-    labels["people, T = 0.8"] = ["plain", "free text", "auto", *fixed]
-    assert list(results) == list(labels)
-    for name, task in results.items():
-        assert list(task["compared"]) == labels[name]
+    assert list(results) == ["edit, T = 0.8", "people, T = 0.8"]
+    for task in results.values():
+        assert list(task["compared"]) == ["plain", "auto", "fixed 3", "fixed 7", "fixed 15"]
         assert set(task["auto_over"]) == {"plain", task["best_fixed"]}
         assert task["same_texts"][1] == 1
 
@@ -70,11 +67,20 @@ def of_length(results: dict[str, Any]) -> None:
         assert ratio == pytest.approx(ratios[len(ratios) // 2])
 
 
+def of_answers(results: dict[str, Any]) -> None:
+    assert list(results["plans"]) == list(answer_tasks.TASKS)
+    asked = [(line["task"], line["item"]) for line in results["lines"]]
+    assert asked == [(task, i) for i in (0, 1) for task in answer_tasks.TASKS]
+    assert len(results["planned"]) == len(answers.PLANNED)
+    assert all(0.0 <= x["p"] <= x["p_holm"] <= 1.0 for x in results["planned"])
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "check"),
     [
         ("drafts", ("--target", "tale-target", "--only", "edit", "people", *WARM), of_drafts),
         ("length", (), of_length),
+        ("answers", (), of_answers),
     ],
 )
 def test_benchmark_ends_with_one_json_line(
@@ -89,19 +95,6 @@ def test_benchmark_ends_with_one_json_line(
     check(report["results"])
 
 
-def test_answers_continue_with_the_plan_of_the_file(tmp_path: Path) -> None:
-    out = tmp_path / "answers.jsonl"
-    first = program("answers", "--out", str(out))["results"]
-    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert [line["plan"] for line in lines[:4]] == list(answer_tasks.TASKS)
-    asked = [(line["task"], line["item"]) for line in lines[4:]]
-    assert asked == [(task, i) for i in (0, 1) for task in answer_tasks.TASKS]
-    assert program("answers", "--out", str(out))["results"] == first
-    assert len(out.read_text("utf-8").splitlines()) == len(lines)
-    assert len(first["planned"]) == len(answers.PLANNED)
-    assert all(0.0 <= x["p"] <= x["p_holm"] <= 1.0 for x in first["planned"])
-
-
 @pytest.mark.parametrize("task", answer_tasks.TASKS)
 def test_items_have_a_right_answer_that_is_valid(task: str) -> None:
     prompts = set()
@@ -113,7 +106,7 @@ def test_items_have_a_right_answer_that_is_valid(task: str) -> None:
             "problems": f" 1 + 1 = {asked.answer}", "dates": f" so = {asked.answer}",
             "records": f" {asked.answer}",
         }.get(task, asked.answer)  # fmt: skip
-        assert asked.is_right(right) and asked.is_valid(right) and not asked.is_right("")
+        assert asked.is_right(right) and not asked.is_right("")
         if asked.constraint is not None:
             beginnings = [right[:n] for n in range(len(right) + 1)]
             assert all(map(asked.constraint.prefix, beginnings))

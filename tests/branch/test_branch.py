@@ -45,7 +45,11 @@ def test_produced_is_what_the_distribution_draws_with_logprob_and_entropy(ctx: C
         choice, logits = branch.distribution(), branch.logits.astype(np.float64)
         p = np.exp(logits - logits.max())
         p /= p.sum()
-        produced = branch.produce()
+        produced, log_probs = branch.produce(), branch.log_probs()
+        assert log_probs.shape == (ctx.model.n_vocab,) and log_probs.dtype == np.float64
+        assert log_probs == pytest.approx(np.log(p), abs=1e-5)
+        log_probs[:] = 0.0
+        assert branch.log_probs()[0] < 0.0  # it was a copy
         assert branch.entropy() == produced.entropy
         assert branch.surprisal(produced.token) == -produced.logprob
         assert branch.entropy("bits") == pytest.approx(produced.entropy / math.log(2))
@@ -250,18 +254,6 @@ def test_start_names_the_settings_and_repr_shows_last_words(ctx: Context) -> Non
         branch.sequence.append_unscored([5], None)
         assert "perplexity" not in repr(branch)
     assert "pruned" in repr(branch)
-
-
-def test_log_probs_are_the_models_own(ctx: Context) -> None:
-    with Branch.start(ctx, STORY, temperature=0.0) as branch:
-        log_probs = branch.log_probs()
-        assert log_probs.shape == (ctx.model.n_vocab,) and log_probs.dtype == np.float64
-        assert math.isclose(math.fsum(np.exp(log_probs)), 1.0, abs_tol=1e-6)
-        for token in (0, 5, int(log_probs.argmax())):
-            assert log_probs[token] == pytest.approx(-branch.surprisal(token), abs=1e-12)
-        assert branch.distribution().ids.tolist() == [int(log_probs.argmax())]  # a point at T = 0
-        log_probs[:] = 0.0
-        assert branch.log_probs()[0] < 0.0
 
 
 def test_one_stop_string_needs_no_list(ctx: Context) -> None:

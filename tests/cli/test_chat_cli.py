@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import toys
+from commands import ENDLESS
 from conftest import DATA
 from typer.testing import CliRunner, Result
 
@@ -47,6 +48,13 @@ def saved_in(file: Path) -> dict[str, Any]:
     """Return what a chat that was saved consists of."""
     chat: dict[str, Any] = json.loads(file.read_text())
     return chat
+
+
+def said(file: Path, *arguments: object, stdin: str) -> dict[str, Any]:
+    """Run a chat from a pipe, and return what it saves in a file at its end."""
+    result = run(*arguments, stdin=f"{stdin}\n/save {file}")
+    assert result.exit_code == 0, result.stderr
+    return saved_in(file)
 
 
 class Terminal:
@@ -127,8 +135,6 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say("/set temperature", "error")
         chat.say(f"/save {tmp_path}/kept", "saved in")
         chat.say("/undo", r"taken back: And then\?")
-        chat.say(f"/load {tmp_path}/kept", r"branch 2, after: And then\?")
-        chat.say("/load nowhere", "error: .*nowhere")
         chat.say("/what", "there is no command /what")
         chat.say("/help", "End the program")
         chat.ready()
@@ -138,7 +144,7 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_an_answer_and_not_the_program() -> None:
     # Long enough to be interrupted by a test that has to wait for a core.
-    with terminal(*OPTIONS, "-S", "ignore_eos=true", "-c", "8192") as chat:
+    with terminal(*OPTIONS, *ENDLESS, "-c", "8192") as chat:
         for _ in range(2):
             chat.say("One day", r"One day\s+([^\s>]+\s+){4}")
             chat.type("\x03")
@@ -165,7 +171,7 @@ def test_lines_that_are_pasted_are_one_message(tmp_path: Path) -> None:
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    run(*OPTIONS, "-n", "90", "-S", "ignore_eos=true", stdin=f"Tell of a king.\n/save {kept}")
+    run(*OPTIONS, "-n", "90", *ENDLESS, stdin=f"Tell of a king.\n/save {kept}")
     (before,) = saved_in(kept)["exchanges"]
     with terminal(*OPTIONS, "--load", str(kept)) as chat:
         end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
@@ -186,39 +192,29 @@ def test_a_pipe_gets_the_answers_alone() -> None:
     assert result.stdout == "".join(f"{text}\n" for text in answers)
 
 
-def test_turns_and_commands_of_a_pipe_and_a_chat_that_goes_on(tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_turn_of_a_pipe_and_a_saved_chat_goes_on(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    lines = f"One day\n\nAnd then?\n/retry\n/save {kept}"
-    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", "--json", stdin=lines)
-    assert result.exit_code == 0, result.stderr
-    answer = json.loads(result.stdout)
-    roles = [message["role"] for message in answer["messages"]]
-    assert roles == ["system", *["user", "assistant"] * 2]
-    assert answer["branches"] == 2
-    again = run(*OPTIONS, "--load", kept, "-p", "What else?", "--json")
-    assert json.loads(again.stdout)["messages"][:5] == answer["messages"]
-    wrong = run(*OPTIONS, stdin="/undo")
-    assert (wrong.exit_code, wrong.stdout) == (1, "")
-    assert "there is no message yet" in wrong.stderr
-
-
-def test_only_a_newline_ends_a_turn() -> None:
     odd = [f"a{mark}b" for mark in "\u2028\u2029\x85\f\v\x1c\x1d\x1e"]
-    result = run(*OPTIONS, "-n", "1", "--json", stdin="\n".join([*odd, "One", "", "day"]))
-    assert result.exit_code == 0, result.stderr
-    messages = json.loads(result.stdout)["messages"]
-    assert [m["content"] for m in messages if m["role"] == "user"] == [*odd, "One", "day"]
+    more = ("-n", "3", "-sys", "Be kind.", "--top-k", "7")
+    before = said(kept, *OPTIONS, *more, stdin="\n".join([*odd, "One", "", "day", "/retry"]))
+    assert [m["user"] for m in before["exchanges"]] == [*odd, "One", "day", "day"]
+    assert before["system"] == "Be kind."
+    after = said(kept, *OPTIONS[:-2], "--load", kept, "-p", "What else?", stdin="And then?")
+    assert after["exchanges"][: len(odd) + 3] == before["exchanges"]
+    assert [m["user"] for m in after["exchanges"][-2:]] == ["What else?", "And then?"]
+    settings = after["sampling"]["top_k"], after["sampling"]["seed"], after["max_tokens"]
+    assert settings == (7, 4, 3)
+    other = said(kept, *OPTIONS, "--load", kept, "-sys", "Be short.", stdin="Again")
+    assert other["system"] == "Be short."
 
 
 def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     toy, kept = tmp_path / "toy.gguf", tmp_path / "kept"
     toys.write_llama(toy, vocab="bytes", metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE})
     options = ("-t", "1", "-n", "2", "--draft", "none", "-c", "512")
-    saved = run("-m", toy, *options, stdin=f"ab\n/save {kept}")
-    assert saved.exit_code == 0, saved.stderr
-    again = run("--load", kept, *options, "--json", stdin="cd")
-    assert again.exit_code == 0, again.stderr
-    assert [m["content"] for m in json.loads(again.stdout)["messages"][::2]] == ["ab", "cd"]
+    said(kept, "-m", toy, *options, stdin="ab")
+    again = said(kept, "--load", kept, *options, stdin="cd")
+    assert [m["user"] for m in again["exchanges"]] == ["ab", "cd"]
     other = run("-m", TARGET, "--load", kept, "-S", "chat_template=chatml", *options)
     assert other.exit_code == 1
     assert "another model: toy.gguf, not tale-target-q8_0.gguf" in other.stderr
@@ -230,43 +226,25 @@ def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_of_a_pipe_does_not_end_the_run() -> None:
-    lines = ("One day", "/what", "/switch x", "/save", "/retry", "/edit 1", "/quit", "never sent")
-    result = run(*OPTIONS, "-n", "4", stdin="\n".join(lines))
-    assert result.exit_code == 1 and "never sent" not in result.stdout
-    for message in ("there is no command /what", "an argument is missing", "branch 2"):
+    lines = "/undo\nOne day\n/what\n/switch x\n/save\n/retry\n/edit 1\n/quit\nnever"
+    result = run(*OPTIONS, "-n", "4", stdin=lines)
+    assert result.exit_code == 1 and "never" not in result.stdout
+    for message in ("there is no command /what", "an argument is missing", "no message yet"):
         assert message in result.stderr
     for usage in ("/edit N TEXT", "/switch N", "/save FILE"):
         assert f"hint: {usage}\n" in result.stderr
 
 
-def test_a_loaded_chat_keeps_its_settings(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-
-    def saved(*more: str, line: str = "Again") -> dict[str, Any]:
-        result = run(*OPTIONS[:-2], *more, stdin=f"{line}\n/save {kept}")  # no seed
-        assert result.exit_code == 0, result.stderr
-        return saved_in(kept)
-
-    saved("-n", "3", "--seed", "4", "--top-k", "7", line="One day")
-    same = saved("--load", str(kept), "-sys", "Be kind.")
-    assert (same["sampling"]["top_k"], same["sampling"]["seed"], same["max_tokens"]) == (7, 4, 3)
-    assert same["system"] == "Be kind."
-
-
-def test_tilde_of_save_and_load_is_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tilde_of_save_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    lines = "One day\n/save ~/kept\n/undo\n/load ~/kept"
-    result = run(*OPTIONS, "-n", "2", stdin=lines)
-    assert result.exit_code == 0, result.stderr
+    result = run(*OPTIONS, "-n", "2", stdin="One day\n/save ~/kept")
     assert saved_in(tmp_path / "kept")
     assert f"saved in {tmp_path}/kept" in " ".join(result.stderr.split())
 
 
 def test_each_branch_that_lacks_turns_says_so() -> None:
     lines = [*(f"Of day {n}?" for n in range(6)), "/retry", "/retry", "/edit 1 Hello"]
-    more = ("-c", "256", "-n", "24", "-S", "ignore_eos=true")
+    more = ("-c", "256", "-n", "24", *ENDLESS)
     result = run(*OPTIONS, *more, stdin="\n".join(lines))
     assert result.exit_code == 0, result.stderr
     notes = re.findall(r"no longer sees|branch \d", result.stderr + result.stdout)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import answer, on_terminal, run, said_by, texts
+from commands import ENDLESS, answer, on_terminal, run, said_by, texts
 from toys import write_toy
 
 import llamabranch as lb
@@ -145,13 +145,13 @@ def test_speculate_finds_a_drafter_for_any_model(tmp_path: Path) -> None:
 def test_stop_text_and_full_context_end_the_generation() -> None:
     report = speculate("-S", "stop= ", "-s", "1", "-n", "64")
     assert report["finish_reason"] == "stop" and " " not in report["text"]
-    arguments = ("Once " * 110, "-c", "256", "-n", "400", "-S", "ignore_eos=true", "-s", "1")
+    arguments = ("Once " * 110, "-c", "256", "-n", "400", *ENDLESS, "-s", "1")
     assert "ended by capacity" in said_by("speculate", *arguments)
 
 
 @pytest.mark.filterwarnings("always::llamabranch.errors.ContextLengthWarning")
 def test_warning_is_one_line_on_standard_error() -> None:
-    arguments = ("-n", "24", "-d", "none", "-c", "2048", "-S", "ignore_eos=true", "--json")
+    arguments = ("-n", "24", "-d", "none", "-c", "2048", *ENDLESS, "--json")
     result = run("speculate", "Once " * 510, *arguments)
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("warning: ") and "1024 tokens" in result.stderr
@@ -209,20 +209,20 @@ def test_the_prompt_is_an_argument_or_what_is_piped_in() -> None:
     assert "pipe it in" in said_by("generate", "-n", "2")
 
 
-def test_a_file_of_requests_becomes_a_file_of_results_a_line_each(tmp_path: Path) -> None:
+def test_a_file_of_requests_becomes_results_in_its_order(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"id": "a", "prompt": "The wolf", "max_tokens": 3, "temperature": 0},
         {"prompt": "The king", "json_schema": {"enum": ["yes"]}},
         {"id": "bad", "prompt": [5, 99999999]},
     ]
-    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    done = run("generate", "-i", source, "-o", results, "-n", "8", "-s", "1")
-    assert done.exit_code == 1 and "bad: token 99999999" in done.stderr and done.stdout == ""
-    found = [json.loads(line) for line in results.read_text("utf-8").splitlines()]
+    done = run("generate", "-i", source, "-n", "8", "-s", "1")
+    assert done.exit_code == 1 and "bad: token 99999999" in done.stderr
+    assert '"yes"' in done.stdout
+    found = json.loads(run("generate", "-i", source, "-n", "8", "--json").stdout)["results"]
     assert [record["id"] for record in found] == ["a", "1", "bad"]
     assert len(found[0]["tokens"]) == 3 and found[1]["text"] == '"yes"'
-    assert "already exists" in said_by("generate", "-i", source, "-o", results)
     for line, message in (("{", "line 1: invalid request"), ("5", "must be an object")):
         source.write_text(line)
         assert message in said_by("generate", "-i", source)

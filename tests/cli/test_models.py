@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import toys
 from commands import COMMAND, answer, on_terminal, run
-from fake_hub import FakeHub, empty_caches, serve
+from fake_hub import FakeHub, running_hub
 
 import llamabranch as lb
 from llamabranch import hub as names
@@ -23,11 +23,7 @@ SHORT = ("-n", "4", "-c", "256")
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub that has the bundled pair, and empty caches."""
-    pytest.importorskip("huggingface_hub", reason="downloads need huggingface_hub")
-    empty_caches(tmp_path, monkeypatch)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with serve() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
+    with running_hub(tmp_path, monkeypatch) as served:
         for repository, name in ((TARGET, "tale-target"), (DRAFT, "tale-draft")):
             path = names.resolve(name)
             served.add(repository, {path.name: path.read_bytes(), "README.md": b"a tale"})
@@ -111,7 +107,7 @@ def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here
     assert "Made from it when first used: smollm2-135m:Q8_0, " in lines[-1]
     listed = {entry["name"]: entry for entry in answer("models", **caches)["models"]}
     assert (listed["qwen3-4b"]["draft"], listed["qwen3-0.6b"]["draft"]) == ("qwen3-0.6b", None)
-    present = {name for name, entry in listed.items() if entry["present"]}
+    present = {name for name, entry in listed.items() if entry["path"]}
     assert present - {"smollm2-135m"} == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from commands import answer, run, said_by
+from commands import ENDLESS, answer, run, said_by
 from toys import CHAT_TEMPLATE, write_toy
 
 import llamabranch as lb
@@ -129,7 +129,7 @@ def test_minus_one_is_a_random_seed_and_no_limit() -> None:
     arguments = ("speculate", "Once", *SHORT, "--temp", "1.5")
     seeds = {answer(*arguments, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
     assert len(seeds) == 2 and -1 not in seeds
-    limited = answer(*arguments, "-n", "-1", "-s", "1", "-S", "ignore_eos=true")
+    limited = answer(*arguments, "-n", "-1", "-s", "1", *ENDLESS)
     assert limited["finish_reason"] == "capacity"
 
 
@@ -137,7 +137,7 @@ def test_context_of_zero_tokens_is_the_trained_length() -> None:
     with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
         n_ctx = int(model.metadata["llama.context_length"])
     arguments = ("generate", "Once " * 450, "-d", "none", "-n", "-1", "-s", "1", "-c", "0")
-    report = answer(*arguments, "-S", "ignore_eos=true")
+    report = answer(*arguments, "-S", "min_tokens=2000")
     n = report["stats"]["prompt_tokens"] + len(report["tokens"])
     assert report["finish_reason"] == "capacity" and n_ctx - 4 <= n <= n_ctx + 1
 

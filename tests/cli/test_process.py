@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMAND, answer
+from commands import COMMAND, ENDLESS, answer
 from self_signal import signalled_at_decode
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 MODEL = ("-m", "tale-target", "-t", "1")
-ENDLESS = ["speculate", *MODEL, "-n", "100000", "-S", "ignore_eos=true", "-c", "16384"]
+LONG = ["speculate", *MODEL, "-n", "100000", *ENDLESS, "-c", "16384"]
 STATISTICS = ("iterations", "accepted", "accept rate", "tokens a second")
 
 
@@ -91,7 +91,7 @@ def test_output_that_is_not_utf8_loses_nothing() -> None:
 
 def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
     with subprocess.Popen(
-        [*COMMAND, "speculate", *MODEL, "-n", "900", "-S", "ignore_eos=true"],
+        [*COMMAND, "speculate", *MODEL, "-n", "900", *ENDLESS],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
@@ -104,7 +104,7 @@ def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 @pytest.mark.parametrize(
     "arguments",
-    [ENDLESS, [*ENDLESS, "--json"], ["generate", "-p", "The king", *ENDLESS[1:], "-d", "none"]],
+    [LONG, [*LONG, "--json"], ["generate", "-p", "The king", *LONG[1:], "-d", "none"]],
     ids=["one text", "json", "plain"],
 )
 def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str]) -> None:
@@ -161,8 +161,10 @@ main()
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")
 def test_arguments_are_utf8_in_the_c_locale(tmp_path: Path) -> None:
-    out = tmp_path / "König.jsonl"
-    arguments = ("generate", "König", "-n", "2", *MODEL, "-o", str(out))
-    done = run(*arguments, env={**os.environ, "LC_ALL": "C"}, text=False)
+    file = tmp_path / "König.jsonl"
+    file.write_text('{"prompt": "Ein König"}', "utf-8")
+    arguments = ("generate", "König", "-n", "2", *MODEL, "-i", str(file), "--json")
+    done = run(*arguments, env={**os.environ, "LC_ALL": "C"})
     assert done.returncode == 0, done.stderr
-    assert json.loads(out.read_text("utf-8"))["prompt"] == "König"
+    prompts = [result["prompt"] for result in json.loads(done.stdout)["results"]]
+    assert prompts == ["König", "Ein König"]

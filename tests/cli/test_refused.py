@@ -29,8 +29,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "-S", "typical_p"), "takes NAME=VALUE"),
     (("speculate", "-S", "typical_p=x"), "typical_p"),
     (("speculate", "--temperature", "1e5"), "temperature"),
-    (("speculate", "-n", "0"), "not at least 1"),
-    (("speculate", "-n", "-3"), "not at least 1"),
+    (("speculate", "-n", "-3"), "max_tokens must be at least"),
     (("speculate", "--target", "tale-targte"), "did you mean tale-target?"),
     (("speculate", "--target", "absent.gguf", "--draft", "none"), "no file absent.gguf"),
     (("speculate", "--grammar", "absent.gbnf"), "cannot read absent.gbnf"),
@@ -45,12 +44,8 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("generate", "--seed", "1"), "there is no prompt"),
     (("generate", "--prompts"), "there is no prompt"),
     (("generate", "--input", "no-such-file.jsonl"), "cannot read no-such-file.jsonl"),
-    (("generate", "a", "--output", "no/such/folder/out.jsonl"), "cannot write"),
-    (("generate", "a", "--output", "MODEL"), "already exists"),
-    (("generate", "a", "--output", "FOLDER"), "cannot write"),
     (("generate", "a", "--draft", "no-such-model"), "no-such-model"),
     (("score",), "there is no text"),
-    (("score", "--context", "The king", ""), "has no tokens"),
     (("score", "--file", "missing.txt"), "cannot read missing.txt"),
     (("bench", "--target", "tale-targte"), "did you mean tale-target?"),
     (("bench", "--draft", "suffix+"), "not a chain of drafters"),
@@ -156,10 +151,3 @@ def test_schema_that_nests_too_deep_is_wrong_usage(depth: int, tmp_path: Path) -
     assert result.exit_code == (0 if depth == 20 else 2), result.output
     if depth > 20:
         assert result.stderr == "error: the JSON schema is nested too deep\n"
-
-
-def test_place_that_cannot_be_written_is_refused_before_a_model_loads(tmp_path: Path) -> None:
-    path = tmp_path / "missing/file"
-    result = run("generate", "Once", "-o", path, "-m", tmp_path / "no-such-model.gguf")
-    assert result.exit_code == 2
-    assert str(path) in result.stderr and "no-such-model" not in result.stderr

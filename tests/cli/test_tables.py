@@ -50,7 +50,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 COMMANDS = [
     f"models show {FILE}",
     "models",
-    f"score -m {FILE} --top 2 Once-upon-a-time",
+    f"score -m {FILE} Once-upon-a-time",
     f"bench -m {FILE} --lengths 16 -r 1 -n 2 -t 1",
     f"chat -m {FILE} -S chat_template=chatml",
 ]  # fmt: skip

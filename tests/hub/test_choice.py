@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llamabranch as lb
-from llamabranch.hub.choice import choose, is_model
-from llamabranch.hub.spec import HubSpec, is_safe_path
+from llamabranch.hub.choice import HubSpec, choose
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -19,15 +18,10 @@ from llamabranch.hub.spec import HubSpec, is_safe_path
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("user/repo", HubSpec("user/repo")),
-        ("hf:user/repo", HubSpec("user/repo")),
         ("hf.co/user/repo:Q4_K_M", HubSpec("user/repo", tag="Q4_K_M")),
         ("https://huggingface.co/user/repo", HubSpec("user/repo")),
-        ("user/My-Model-1.7B-GGUF:q8_0", HubSpec("user/My-Model-1.7B-GGUF", tag="q8_0")),
-        ("user/repo@v1.0:Q8_0", HubSpec("user/repo", "v1.0", "Q8_0")),
         ("user/repo:Q8_0@v1.0", HubSpec("user/repo", "v1.0", "Q8_0")),
         ("user/repo@refs/pr/3:F16", HubSpec("user/repo", "refs/pr/3", "F16")),
-        ("user/repo/model.gguf", HubSpec("user/repo", file="model.gguf")),
         ("user/repo@main/a/model.gguf", HubSpec("user/repo", "main", file="a/model.gguf")),
         ("user/repo.gguf/model.gguf", HubSpec("user/repo.gguf", file="model.gguf")),
     ],
@@ -36,19 +30,16 @@ def test_name_of_the_hub_is_parsed(text: str, expected: HubSpec) -> None:
     assert HubSpec.parse(text) == expected
 
 
-def test_paths_and_words_are_no_names_of_the_hub_and_contradictory_names_are_refused() -> None:
-    for text in (
+@pytest.mark.parametrize(
+    "text",
+    [
         *("tale-target", "./user/repo", "/user/repo", "~/repo", "models/tale.gguf", "a//b", "a/"),
         *("../b", "a--b/c", "a/b..c", "a/-b", "a b/c", "ü/b", "a/b:", "a/b@", "a/" + "b" * 120),
-    ):
-        assert HubSpec.parse(text) is None
-    for text in (
-        *("hf:repo", "hf:", "hf:a/b/c:Q8", "a/b:Q8_0:F16", "a/b@x@y", "a/b:Q8_0/model.gguf"),
-        *("a/b/../c.gguf", "a/b//c.gguf", "a/b/c\\d.gguf", "a/b/c\n.gguf"),
-    ):
-        with pytest.raises(lb.ConfigError):
-            if HubSpec.parse(text) is None:
-                raise lb.ConfigError("a path")
+        *("hf:repo", "hf:", "a/b:Q8_0:F16", "a/b@x@y", "a/b:Q8_0/model.gguf"),
+    ],
+)
+def test_paths_words_and_contradictory_names_are_no_names_of_the_hub(text: str) -> None:
+    assert HubSpec.parse(text) is None
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9_]{1,8}([.-][A-Za-z0-9_]{1,6}){0,2}", fullmatch=True)
@@ -63,17 +54,6 @@ def test_name_of_a_spec_parses_to_it(
         f"{owner}/{name}", revision, None if file else tag, f"{file}.gguf" if file else None
     )
     assert HubSpec.parse(f"hf:{spec}") == spec
-
-
-@given(st.text())
-def test_any_text_is_a_name_or_none_or_refused(text: str) -> None:
-    try:
-        spec = HubSpec.parse(text)
-    except lb.ConfigError:
-        return
-    if spec is not None:
-        assert spec.repository.count("/") == 1
-        assert spec.file is None or is_safe_path(spec.file)
 
 
 # -- which file ------------------------------------------------------------------------------------
@@ -93,21 +73,14 @@ NAMED = ("a-F16-distilled-Q4_0.gguf", "a-F16-distilled-F16.gguf")
 @pytest.mark.parametrize(
     ("listing", "tag", "file"),
     [
-        *(
-            (LISTING, tag, f"m-{name}.gguf")
-            for tag, name in (
-                (None, "Q4_K_M"), ("Q8_0", "Q8_0"), ("q8_0", "Q8_0"), ("F16", "F16"),
-                ("BF16", "BF16"), ("Q4_0", "Q4_0"), ("IQ4_0", "IQ4_0"), ("UD", "UD-Q6_K_XL"),
-                ("UD-Q6_K_XL", "UD-Q6_K_XL"), ("Q6_K_XL", "UD-Q6_K_XL"),
-            )
-        ),
+        (LISTING, None, "m-Q4_K_M.gguf"),
         (REST, None, "m-Q8_0.gguf"),
         ([path for path in REST if "Q8_0" not in path], None, "m-BF16.gguf"),  # the first
+        *((LISTING, tag, "m-UD-Q6_K_XL.gguf") for tag in ("UD", "UD-Q6_K_XL", "Q6_K_XL")),
         (NAMED, "F16", NAMED[1]),  # the end of a name counts before its middle
         (NAMED[:1], "F16", NAMED[0]),
-        (("tale_q8_0.gguf", "tale_q4_k_m.gguf"), "Q8_0", "tale_q8_0.gguf"),
     ],
-)  # fmt: skip
+)
 def test_tag_chooses_the_file_that_it_names_whole(
     listing: Sequence[str], tag: str | None, file: str
 ) -> None:
@@ -123,11 +96,10 @@ def test_part_of_a_tag_is_no_tag() -> None:
 
 def test_sidecar_files_are_chosen_by_their_name_only() -> None:
     for path in ("mmproj-F16.gguf", "mtp-m-Q8_0.gguf", "eagle3-m-Q8_0.gguf"):
-        assert not is_model(path)
         assert choose(LISTING, file=path) == (path,)
-    assert is_model("smtp-Q8_0.gguf")  # llama.cpp takes this one for a head
-    with pytest.raises(lb.ConfigError, match="no GGUF model"):
-        choose(["README.md", "mmproj-F16.gguf"])
+        with pytest.raises(lb.ConfigError, match="no GGUF model"):
+            choose(["README.md", path])
+    assert choose(["smtp-Q8_0.gguf"]) == ("smtp-Q8_0.gguf",)  # llama.cpp takes it for a head
 
 
 def test_shards_are_one_model() -> None:
@@ -139,17 +111,6 @@ def test_shards_are_one_model() -> None:
     for missing in shards:
         with pytest.raises(lb.ConfigError, match="lacks part"):
             choose([path for path in shards if path != missing], "Q4_K_M")
-
-
-def test_hostile_names_in_a_listing_are_never_chosen() -> None:
-    for path in (
-        *("/etc/m-Q8_0.gguf", "../m-Q8_0.gguf", "a/../../m-Q8_0.gguf", "C:\\m-Q8_0.gguf"),
-        *("C:/m-Q8_0.gguf", "a//m-Q8_0.gguf", "./m-Q8_0.gguf", "m\0-Q8_0.gguf", "m\n-Q8_0.gguf"),
-    ):
-        assert choose([path, "z-Q8_0.gguf"], "Q8_0") == ("z-Q8_0.gguf",)
-        for asked in ({"tag": "Q8_0"}, {"file": path}):
-            with pytest.raises(lb.ConfigError):
-                choose([path], **asked)
 
 
 TAGS = (

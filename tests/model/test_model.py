@@ -237,11 +237,6 @@ def test_special_tokens_are_parsed_only_with_parse_special(target: lb.Model) -> 
     assert target.piece(target.eos) == b""
 
 
-def test_bos_is_added_if_the_model_uses_it(toy: lb.Model) -> None:
-    assert toy.tokenize("a")[0] == toy.bos
-    assert toy.tokenize("a")[1:] == toy.tokenize("a", add_special=False)
-
-
 # -- pairs ---------------------------------------------------------------------------------------
 
 

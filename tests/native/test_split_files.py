@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import pytest
 import toys
-from commands import answer, said_by, texts
+from commands import answer, texts
 
 import llamabranch as lb
 from llamabranch.errors import ModelLoadError
@@ -48,13 +48,10 @@ def test_split_model_is_the_model(whole: Path, n_parts: int, empty_first: bool) 
 
 
 def test_commands_open_a_split_model(whole: Path) -> None:
-    first, second = toys.write_split(whole, whole.parent)
+    first, _ = toys.write_split(whole, whole.parent)
     assert answer("models", "show", first)["models"][0]["n_params"]
     report = answer("generate", "-m", first, "-p", "ab", "-n", "4", "-md", first, "-c", "256")
     assert len(texts(report)) == 1
-    message = said_by("generate", "-m", second, "-p", "ab")
-    assert "it is part 2 of 2 of a split model" in message
-    assert "use the first part" in message
 
 
 def missing(parts: Parts) -> Path:
@@ -96,16 +93,8 @@ def renamed(part: int, name: str) -> Callable[[Parts], Path]:
 
 
 WRONG: list[tuple[Callable[[Parts], Path], str, str]] = [
-    (
-        lambda parts: parts[2],
-        "it is part 3 of 3 of a split model",
-        "first part: .*whole-00001-of-00003.gguf",
-    ),
-    (
-        renamed(2, "other-00003-of-00003.gguf"),
-        "part 3 of 3",
-        "other-00001-of-00003.gguf, which is not in the same folder",
-    ),
+    (lambda parts: parts[2], "it is part 3 of 3 of", "use the first part: .*-00001-of-00003.gguf"),
+    (renamed(2, "x-00003-of-00003.gguf"), "part 3 of 3", "x-00001-of-00003.gguf, which is not in"),
     (renamed(1, "second.gguf"), "part 2 of 3", "name ends in -00001-of-00003.gguf"),
     *(
         (renamed(0, name), "does not end in -00001-of-00003.gguf", "original names of all parts")

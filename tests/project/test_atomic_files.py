@@ -17,12 +17,14 @@ GENERATE = ("generate", "--prompts", "Once", "-n", 4, "-t", 1, "--n-ctx", 256, "
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder, a pipe, or a null device that a test may destroy, unlike /dev/null."""
+    """A folder, a pipe, a link to itself, or a null device that a test may destroy."""
     path = tmp_path / "place"
     try:
         if request.param == "null":
             os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
             path.write_bytes(b"x")
+        elif request.param == "loop":
+            path.symlink_to(path)
         else:
             os.mkfifo(path) if request.param == "pipe" else path.mkdir()
     except (AttributeError, OSError) as error:
@@ -50,12 +52,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [path, link, usual]
 
 
-@pytest.mark.parametrize("place", ["null", "pipe", "folder"], indirect=True)
+@pytest.mark.parametrize("place", ["null", "pipe", "folder", "loop"], indirect=True)
 def test_what_is_no_regular_file_is_not_replaced(place: Path) -> None:
-    before = place.stat().st_mode, place.stat().st_ino
-    with pytest.raises(OSError, match=r"regular|directory"), atomic_write(place):
+    before = place.lstat().st_mode, place.lstat().st_ino
+    with pytest.raises(OSError, match=r"regular|directory|symbolic"), atomic_write(place):
         pass
-    assert (place.stat().st_mode, place.stat().st_ino) == before
+    assert (place.lstat().st_mode, place.lstat().st_ino) == before
 
 
 @pytest.mark.parametrize("place", ["null"], indirect=True)

@@ -61,6 +61,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "agents_document": ("(?s)When does it end.*Who pays.*What is the risk",),
     "agents_vote": (r"^\d of 5: ", r"^(no answer: |Answer)"),
     "chat": (r"(?s)(branch .*){3}",),
+    "entropy": (r"(^ +\d+\.\d\d +\d+\.\d\d  .+%.+%.+%.*\n){20}",),
     "fork": (
         r"3 forks of \d+ tokens: 0 new cells", "(?s)(perplexity.*){3}",
         r"sequences: \{\d+: \d+\}$",  # the best one took the parent's place
@@ -101,26 +102,13 @@ def test_speculative_loops_count_their_tokens(name: str) -> None:
     assert abs(rounds + accepted - n_tokens) <= 5
     if name == "optimized_speculative":
         assert n_tokens == 128 and drafted <= 4 * rounds
-        assert figure(name, "Tokens a round") == pytest.approx(1 + accepted / rounds, abs=0.006)
         assert figure(name, "Target decodes") < n_tokens
-        ((fast, plain),) = rows(name, r".*Tokens a second: ([\d.]+) speculative, ([\d.]+) plain.*")
-        assert figure(name, "Speedup") == pytest.approx(float(fast) / float(plain), abs=0.01)
 
 
 def test_baseline_decodes_once_a_token_and_drafts_change_no_text() -> None:
     name = "baseline_autoregressive"
     assert output("optimized_speculative").startswith(output(name).split("\n====")[0] + "\n====")
     assert figure(name, "Output tokens") == figure(name, "Target decodes") == 128
-    speed, time_ms = figure(name, "Tokens a second"), figure(name, "Time a token")
-    # Printed with one and three digits. On a busy machine the speed is small, so rounding matters.
-    slowest, fastest = max(0.001, speed - 0.051), speed + 0.051
-    assert 1e3 / fastest - 0.001 <= time_ms <= 1e3 / slowest + 0.001
-
-
-def test_entropy_shows_surprisal_and_alternatives() -> None:
-    lines = rows("entropy", r" +(\d+\.\d\d) +(\d+\.\d\d)  (.+)")
-    assert len(lines) == 20
-    assert all(0 <= float(entropy) <= 12 and rest.count("%") == 3 for entropy, _, rest in lines)
 
 
 def test_records_follow_their_schema() -> None:
@@ -134,24 +122,6 @@ def test_records_follow_their_schema() -> None:
     assert [int(n) for n, *_ in beams] == [1, 8]
     assert float(beams[0][1]) < float(beams[1][1])  # wider beams find a more probable one
     assert set(ast.literal_eval(beams[1][2])) == {"hero", "place", "is_happy"}
-
-
-def test_session_generates_the_same_with_and_without_a_drafter() -> None:
-    lines = rows("session", r"(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  \w+")
-    ways = {way: tuple(map(int, counts)) for way, *counts in lines}
-    assert list(ways) == ["standard", "speculative", "only the second half"]
-    assert ways["standard"][2:] == (0, 0)
-    assert ways["speculative"][1] < ways["only the second half"][1] < ways["standard"][1]
-    assert len({tokens for tokens, *_ in ways.values()}) == 1
-
-
-def test_copying_copies_and_saves_decodes() -> None:
-    lines = rows("copying", r"(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+")
-    ways = {way: tuple(map(int, counts)) for way, *counts in lines}
-    assert list(ways) == ["no drafter", "suffix", "suffix, then model"]
-    plain, *others = ways.values()
-    assert plain[:3] == (0, 0, 0)
-    assert all(0 < way[2] <= way[1] and way[3] < plain[3] for way in others)
 
 
 def test_engines_and_chats_share_what_was_read() -> None:

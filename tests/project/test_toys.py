@@ -20,7 +20,6 @@ EXPERTS: dict[str, toys.Value | None] = {
     "expert_group_used_count": 2, "rope.scaling.type": "yarn", "rope.dimension_count": 32,
 }  # fmt: skip
 EMPTY = toys.Vocabulary((toys.BOS, toys.EOS, "\0", "", "\0b"))  # named [EMPTY_i] by llama.cpp
-GOOD: list[dict[str, Any]] = [{"metadata": EXPERTS}, {"vocab": EMPTY}]
 
 
 @pytest.mark.parametrize("architecture", GENERATIVE)
@@ -40,11 +39,12 @@ def test_distributions_are_neither_flat_nor_one_hot(
     assert len(set(entropies)) == 40
 
 
-@pytest.mark.parametrize("architecture", [*GENERATIVE, "bert"])
-def test_good_file_passes(architecture: str, tmp_path: Path) -> None:
-    options = [{"vocab": vocab} for vocab in ("small", "bytes", "none", 600)]
-    for more in [*options, *(GOOD if architecture == "llama" else ())]:
-        check_header(toys.write_toy(tmp_path / "good.gguf", architecture, **more))
+@pytest.mark.parametrize(
+    "more",
+    [{"metadata": EXPERTS}, {"vocab": EMPTY}, {"vocab": "none"}, {"architecture": "bert"}],
+)
+def test_good_file_passes(more: dict[str, Any], tmp_path: Path) -> None:
+    check_header(toys.write_toy(tmp_path / "good.gguf", **more))
 
 
 def _header(data: bytes = b"", *, version: int = 3, tensors: int = 0, values: int = 0) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -85,20 +84,6 @@ def test_same_tokens_over_hard_rows(target: lb.Model, n_vocab: int, name: str) -
 def test_core_has_the_expf_of_llama_cpp() -> None:
     """With another row the core would leave top-p to llama.cpp's samplers."""
     assert softmax_agrees()
-
-
-@pytest.mark.parametrize("tokens", [(1, 2), (3, 60), (0, 99)])
-def test_tie_at_a_cut_is_left_to_llama_cpp(target: lb.Model, tokens: tuple[int, int]) -> None:
-    x = np.linspace(-5, 0, 100, dtype=np.float32)
-    x[list(tokens)] = 7.0
-    for top_k in (1, 2):  # the second takes both
-        params = SamplingParams(**{**OFF, "temperature": 1.0, "top_k": top_k})
-        assert Both(target, 100, params).compare(x, 1, 1) == (top_k == 2)
-    half = Both(target, 10, SamplingParams(**{**OFF, "temperature": 1.0, "top_p": 0.5}))
-    few = np.full(10, -math.inf, dtype=np.float32)
-    for logits, is_decided in (([0.0] * 4, False), ([0.0, 0.5, 1.0, 1.5], True)):
-        few[:4] = logits
-        assert half.compare(few, 1, 1) == is_decided
 
 
 def test_sums_of_top_p_are_llama_cpps_at_every_cut(target: lb.Model) -> None:

@@ -19,7 +19,6 @@ from llamabranch import Distribution
 from llamabranch.errors import ConfigError
 from llamabranch.sampling.noise import (
     DRAFT,
-    DRAW,
     FORK,
     MIXTURE,
     RULE,
@@ -47,13 +46,6 @@ def chi_square_limit(degrees: int) -> float:
 
 
 # -- noise ---------------------------------------------------------------------------------------
-
-
-def test_noise_does_not_depend_on_the_order_of_ids() -> None:
-    ids = np.random.default_rng(0).permutation(5000).astype(np.int32)
-    straight = gumbel_noise(7, 3, 5000)
-    assert np.array_equal(gumbel_noise(7, 3, ids), straight[ids])
-    assert np.array_equal(gumbel_noise(7, 3, ids[:10]), straight[ids[:10]])
 
 
 def test_noise_is_the_same_every_time_and_different_for_every_argument() -> None:
@@ -121,8 +113,10 @@ def test_draws_follow_the_probabilities(shape: str, along: str) -> None:
     p = np.maximum(p, 1e-3) / np.maximum(p, 1e-3).sum()  # the test wants some draws in every cell
     ids = np.random.default_rng(2).permutation(4096)[: len(p)].astype(np.int32)
     choice = Distribution.from_probs(p, ids)
+    shuffled = Distribution(choice.ids[::-1], choice.logprobs[::-1])  # the order does not matter
     if along == "seeds":
         draws = [choice.draw(seed, 17) for seed in range(n)]
+        assert [shuffled.draw(seed, 17) for seed in range(100)] == draws[:100]
     else:
         draws = [choice.draw(17, position) for position in range(n)]
     assert chi_square(_counts(draws, ids), n * p) < chi_square_limit(len(p) - 1)
@@ -134,15 +128,6 @@ def test_tokens_too_improbable_for_a_float_are_never_drawn() -> None:
     drawn = {choice.draw(7, position) for position in range(500)}
     assert drawn == {1, 3}
     assert choice.logprob(2) == pytest.approx(-800.0, abs=0.1)
-
-
-def test_draw_does_not_depend_on_the_order_of_ids() -> None:
-    rng = np.random.default_rng(4)
-    choice = Distribution.from_logits(rng.normal(0, 2, 300))
-    for seed in range(100):
-        order = rng.permutation(300)
-        shuffled = Distribution(choice.ids[order], choice.logprobs[order])
-        assert shuffled.draw(seed, 0) == choice.draw(seed, 0)
 
 
 # -- what a distribution knows of itself -----------------------------------------------------------
@@ -214,21 +199,3 @@ def test_residual_and_overlap_rebuild_the_distribution(seed: int) -> None:
 def test_no_distribution_from_unusable_numbers(make: Any, arrays: list[list[float]]) -> None:
     with pytest.raises(ConfigError):
         make(*map(np.array, arrays))
-
-
-def test_draws_at_neighbouring_positions_are_independent() -> None:
-    """Chi-square over 36 pairs, 20,000 seeds: a false failure once in a million."""
-    p = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
-    choice = Distribution.from_probs(p)
-    n = 20_000
-    pairs = [6 * choice.draw(seed, 5) + choice.draw(seed, 6) for seed in range(n)]
-    counts = np.bincount(pairs, minlength=36)
-    assert chi_square(counts, n * np.outer(p, p).ravel()) < chi_square_limit(35)
-
-
-def test_purposes_draw_independently() -> None:
-    """Six standard errors: a false failure once in 500 million."""
-    choice = Distribution.from_probs(np.full(4, 0.25))
-    n = 8000
-    same = np.mean([choice.draw(s, 0, DRAW) == choice.draw(s, 0, DRAFT) for s in range(n)])
-    assert abs(same - 0.25) < 6 * math.sqrt(0.25 * 0.75 / n)

@@ -31,16 +31,6 @@ def toy_of_letters(
         context.audit()
 
 
-class OneB:
-    """Texts with exactly one b."""
-
-    def prefix(self, text: str) -> bool:
-        return text.count("b") <= 1
-
-    def complete(self, text: str) -> bool:
-        return text.count("b") == 1
-
-
 def every_text(
     root: Branch, n: int, settings: lb.SamplingParams | None = None
 ) -> dict[tuple[int, ...], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,6 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, Context, SuffixDrafter, search
 from llamabranch.errors import CacheFullError, DecodeInterruptedError
-from llamabranch.sampling.noise import derive_seed
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 N_CELLS = 256  # llama.cpp's least
@@ -99,15 +97,21 @@ ROOMS: dict[str, dict[str, Any]] = {
     "small batches": {"n_seq_max": 5, "n_batch": 5},
     "few cells": {"n_seq_max": 8, "n_batch": 64},
     "own cells": {"n_seq_max": 5, "n_ctx": 5 * N_CELLS, "kv_unified": False},
+    "suffix drafts": {"n_seq_max": 8, "n_ctx": 1024},
+    "model drafts": {"n_seq_max": 8, "n_ctx": 1024},
 }
 
 
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("name", RUNS)
-def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, room: str) -> None:
+def test_little_room_and_drafters_give_the_same(
+    target: lb.Model, ctx: Context, draft_ctx: Context, name: str, room: str
+) -> None:
     run = RUNS[name]
-    if name == "beam_search" and room in ("3 sequences", "few cells"):
-        pytest.skip("it needs a sequence and cells for each beam")
+    if name == "beam_search" and room not in ("small batches", "own cells"):
+        pytest.skip("it needs a sequence and cells for each beam, and takes no drafts")
+    drafters = {"suffix drafts": SuffixDrafter(), "model drafts": lb.ModelDrafter(draft_ctx)}
+    more = {"drafter": drafters[room]} if room in drafters else {}
     with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
         expected = run(root)
     options = {"n_ctx": N_CELLS, "n_threads": 1, "exact": True, **ROOMS[room]}
@@ -118,21 +122,9 @@ def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, r
         others = [[9] * (small.usage().cells_free - 24)] if room == "few cells" else []
         rivals = [Branch.start(small, tokens) for tokens in others]
         with nothing_is_left(root):
-            result = run(root)
+            result = run(root, **more)
         assert all(rival.position == len(others[0]) for rival in rivals)
         assert outcome(result) == outcome(expected)
-
-
-@pytest.mark.parametrize("kind", ["suffix", "model"])
-@pytest.mark.parametrize("name", DRAFTED)
-def test_drafters_change_no_text(ctx: Context, draft_ctx: Context, name: str, kind: str) -> None:
-    drafters: dict[str, Callable[[], Any]] = {
-        "suffix": SuffixDrafter,
-        "model": lambda: lb.ModelDrafter(draft_ctx),
-    }
-    with Branch.start(ctx, STORY, sampling=WARM) as root:
-        expected = outcome(RUNS[name](root))
-        assert outcome(RUNS[name](root, drafter=drafters[kind]())) == expected
     assert draft_ctx.n_seq_free == 8 and draft_ctx.usage().cells_used == 0
 
 
@@ -178,36 +170,6 @@ def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> N
         else:
             with pytest.raises(CacheFullError):
                 RUNS[name](root)
-
-
-# -- cells of their own: sequences that cannot make room for each other --------------------------------
-
-NO_END = lb.SamplingParams(temperature=0.9, seed=3, logit_bias={1: -math.inf})
-BYTES = [5, 6, 7, 8, 9, 5, 6, 7, 8]
-
-
-@pytest.fixture
-def own(toy: lb.Model) -> Iterator[Context]:
-    with Context(
-        toy, n_ctx=4 * N_CELLS, n_seq_max=4, n_threads=1, kv_unified=False, exact=True
-    ) as ctx:
-        yield ctx
-        ctx.audit()
-
-
-@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
-def test_full_texts_end_and_the_others_are_not_begun_again(own: Context, drafter: Any) -> None:
-    with Branch.start(own, BYTES, sampling=NO_END) as branch:
-        result = search.best_of_n(branch, 3, None, drafter=drafter)
-    assert {h.finish_reason for h in result.hypotheses} == {"capacity"}
-    assert {len(h.tokens) for h in result.hypotheses} == {N_CELLS - len(BYTES) + 1}
-    texts = []
-    for i in range(3):
-        with Branch.start(
-            own, BYTES, sampling=NO_END.replace(seed=derive_seed(3, i) if i else 3)
-        ) as alone:
-            texts.append(alone.generate(N_CELLS - len(BYTES)).finish().tokens)
-    assert sorted(h.tokens[:-1] for h in result.hypotheses) == sorted(texts)
 
 
 # -- what ends a search early ----------------------------------------------------------------------------

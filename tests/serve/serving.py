@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "TARGET", "WAIT_S", "Command", "Serving", "bundled_engine", "httpx", "record_schema", "serving",
+    "TARGET", "WAIT_S", "Command", "Serving", "bundled_engine", "frames", "httpx", "post",
+    "record_schema", "serving",
 ]  # fmt: skip
 
 TARGET = Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf"
@@ -129,10 +131,27 @@ class Serving:
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[Serving]:
-    """Run a server on the bundled model."""
-    with Serving(bundled_engine, **settings) as running:
+def serving(engine: Any = None, **settings: Any) -> Iterator[Serving]:
+    """Run a server on the bundled model; ``engine``: options of the engine."""
+    with Serving(partial(bundled_engine, **(engine or {})), **settings) as running:
         yield running
+
+
+def post(api: Any, status: int = 200, path: str = "/v1/completions", **body: Any) -> Any:
+    """Send a body; return the answer, which has this status."""
+    answer = api.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
+    """Return the events of a stream."""
+    with api.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines]
 
 
 class Command:

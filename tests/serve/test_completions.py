@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, bundled_engine, serving
+from serving import frames, post, serving
 from toys import write_toy
 
 import llamabranch as lb
-from llamabranch.serve import fields
 
+ORIGIN = "https://lmg-anon.github.io"  # mikupad's
+SERVE: dict[str, Any] = {"alias": "tale", "allow_origins": [ORIGIN]}
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(alias="tale") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def api(server: Serving) -> Iterator[Any]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def ctx(target: lb.Model) -> Iterator[lb.Context]:
-    """Another context, to compute the same in this process."""
-    with lb.Context(target, n_ctx=1024, n_threads=1, exact=True) as context:
-        yield context
-
-
-def post(api: Any, status: int = 200, path: str = "/v1/completions", **body: Any) -> Any:
-    answer = api.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def choices(api: Any, **body: Any) -> list[Any]:
     texts = post(api, **body)["choices"]
     assert isinstance(texts, list)
     return texts
-
-
-def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
-    with api.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200
-        lines = [line for line in answer.iter_lines() if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line[6:]) for line in lines]
 
 
 def choices_of(parts: list[Any]) -> list[list[Any]]:
@@ -68,31 +33,26 @@ def choices_of(parts: list[Any]) -> list[list[Any]]:
     return [by_index[index] for index in sorted(by_index)]
 
 
-def test_text_is_the_librarys_own(api: Any, ctx: lb.Context) -> None:
-    for prompt in ("Once upon a time", "The wolf"):
+def test_text_is_the_librarys_own_for_texts_and_tokens_one_or_many(
+    api: Any, beside: lb.Context
+) -> None:
+    texts, alone = ["Once upon a time", "The wolf"], []
+    ids = [beside.model.prompt_tokens(text) for text in texts]
+    for text in texts:
         params = lb.SamplingParams(temperature=0.8, seed=42)
-        with lb.Branch.start(ctx, prompt, sampling=params) as branch:
-            expected = "".join(token.text for token in branch.generate(20))
-        (choice,) = choices(api, prompt=prompt, max_tokens=20, **WARM)
-        assert choice["text"] == expected
-        assert choice["finish_reason"] == "length"
-
-
-def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -> None:
-    texts = ["Once upon a time", "The wolf"]
-    ids = [ctx.model.prompt_tokens(text) for text in texts]
-    alone = [choices(api, prompt=text, max_tokens=8, **WARM)[0]["text"] for text in texts]
-    for prompt in (texts, ids, [ids[0], texts[1]]):
-        answers = choices(api, prompt=prompt, max_tokens=8, **WARM)
-        assert [choice["text"] for choice in answers] == alone
-        assert [choice["index"] for choice in answers] == [0, 1]
-    (answers,) = choices(api, prompt=ids[0], max_tokens=8, **WARM)
-    assert answers["text"] == alone[0]
+        with lb.Branch.start(beside, text, sampling=params) as branch:
+            alone.append("".join(token.text for token in branch.generate(20)))
+    prompts: list[Any] = [texts, ids, [ids[0], texts[1]], texts[0], ids[0]]
+    for prompt in prompts:
+        answers = choices(api, prompt=prompt, max_tokens=20, **WARM)
+        assert [choice["text"] for choice in answers] == alone[: len(answers)]
+        assert [choice["index"] for choice in answers] == [0, 1][: len(answers)]
+        assert {choice["finish_reason"] for choice in answers} == {"length"}
     mixed = [*ids[0], " there was a king"]
     assert choices(api, prompt=mixed, max_tokens=2, **WARM)[0]["text"]
 
 
-def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> None:
+def test_stream_joined_is_the_answer_in_one_piece(api: Any, beside: lb.Context) -> None:
     prompts = ["Once upon a time", "The wolf"]
     body: dict[str, Any] = {"prompt": prompts, "n": 2, "max_tokens": 12, "logprobs": 2, **WARM}
     whole = post(api, **body)
@@ -100,7 +60,7 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> 
     end = parts.pop()
     assert end["choices"] == []
     assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
-    n_prompt = sum(len(ctx.model.prompt_tokens(text)) for text in prompts)
+    n_prompt = sum(len(beside.model.prompt_tokens(text)) for text in prompts)
     assert end["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] == n_prompt
     assert len({part["id"] for part in parts}) == 1
     for choice, changes in zip(whole["choices"], choices_of(parts), strict=True):
@@ -110,10 +70,10 @@ def test_stream_joined_is_the_answer_in_one_piece(api: Any, ctx: lb.Context) -> 
             assert [v for c in changes for v in c["logprobs"][name]] == values
 
 
-def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
+def test_given_text_is_scored(api: Any, beside: lb.Context) -> None:
     text = "Once upon a time there was a king."
-    tokens = ctx.model.prompt_tokens(text)
-    with lb.Branch.start(ctx, tokens[:1]) as branch:
+    tokens = beside.model.prompt_tokens(text)
+    with lb.Branch.start(beside, tokens[:1]) as branch:
         scores = branch.score(tokens[1:], 3)
     (choice,) = choices(api, prompt=text, max_tokens=0, echo=True, logprobs=3)
     logprobs = choice["logprobs"]
@@ -138,7 +98,7 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
         assert known[str(token)]["rank"] == score.rank
 
 
-def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
+def test_offsets_are_places_in_the_text(api: Any, beside: lb.Context) -> None:
     """The same holds for characters of several tokens, for stop strings and for streams."""
     body: dict[str, Any] = {
         "prompt": "x", "max_tokens": 40, "logprobs": 0, "stop": "b y", "return_token_ids": True,
@@ -146,7 +106,7 @@ def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
     }  # fmt: skip
     (whole,) = choices(api, **body)
     assert whole["text"] == "a \U0001f600 b x \U0001f600 "
-    ids, decoder = whole["token_ids"], ctx.model.text_decoder()
+    ids, decoder = whole["token_ids"], beside.model.text_decoder()
     ends = [0]
     for token in ids:
         ends.append(ends[-1] + len(decoder.feed(token)))
@@ -154,7 +114,7 @@ def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
     assert whole["logprobs"]["text_offset"] == ends[:-1]
     parts = [choice["logprobs"] for part in frames(api, **body) for choice in part["choices"]]
     assert [at for part in parts for at in part["text_offset"]] == ends[:-1]
-    result = ctx.complete(
+    result = beside.complete(
         "x", grammar=body["grammar"], stop="b y", max_tokens=40, top_logprobs=1, **WARM
     )
     shown: Any = result.to_openai()
@@ -165,8 +125,7 @@ def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
 def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
     """Names of control tokens are returned too, but not the name of a BOS that the tokenizer added."""
     path = write_toy(tmp_path / "toy.gguf", vocab="bytes")
-    open_engine = partial(bundled_engine, model=path, chat_template=None)
-    with Serving(open_engine) as server, server.client() as api:
+    with serving({"model": path, "chat_template": None}) as server, server.client() as api:
         model = server.ctx.model
         assert model.bos is not None and model.eos is not None
         bos, eos = (model.detokenize([t], special=True) for t in (model.bos, model.eos))
@@ -195,10 +154,10 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
         assert letters["prompt_token_ids"] == ids and letters["text"].startswith(f"a{eos}b")
 
 
-def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
+def test_texts_end_where_asked(api: Any, beside: lb.Context) -> None:
     body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 20, **WARM}
     (whole,) = choices(api, **body, return_token_ids=True)
-    assert whole["prompt_token_ids"] == ctx.model.prompt_tokens("Once upon a time")
+    assert whole["prompt_token_ids"] == beside.model.prompt_tokens("Once upon a time")
     word = whole["text"][5:11]
     (choice,) = choices(api, **body, stop=[word, ""])
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
@@ -236,14 +195,14 @@ def test_text_follows_what_is_asked_for(api: Any) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
-    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
-    once, again, other = (choices(api, **body, seed=seed)[0]["text"] for seed in (7, 7, 8))
-    assert once == again != other
-    assert len({choices(api, **body)[0]["text"] for _ in range(3)}) == 3
+def said(content: Any) -> dict[str, Any]:
+    """Return a conversation that begins with this."""
+    return {"messages": [{"role": "user", "content": content}]}
 
 
-BAD = {"type": "hiccup"}
+BAD, HI, PICTURE = {"type": "hiccup"}, said("x"), {"type": "image_url", "image_url": {}}
+SING = {"name": "sing"}
+FUNCTION = {"type": "function", "function": {"name": "marry", "parameters": {"type": "object"}}}
 # The parameter that an error names, a part of its message, and the bodies that are refused for it.
 REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("prompt", "", [{"prompt": 5}, {"prompt": []}, {"prompt": [5, [6]]}, {"prompt": None}]),
@@ -262,7 +221,6 @@ REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("stream", "", [{"echo": True, "logprobs": 1, "stream": True}]),
     ("logprobs", "", [{"logprobs": 21}]),
     ("temperature", "", [{"temperature": -1}]),
-    ("guided_regex", "use regex", [{"guided_regex": "a*"}]),
     ("min_tokens", "", [{"min_tokens": -1}, {"min_tokens": 2, "grammar": 'root ::= "a"'}]),
     ("stop[0]", "", [{"stop": [5]}]),
     ("grammar", "", [{"grammar": "root ::= ("}, {"grammar": 'root ::= "a"', "json_schema": {}}]),
@@ -270,9 +228,19 @@ REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("response_format", "", [{"response_format": {"type": "json_schema", "schema": BAD}}]),
     ("response_format", "", [{"response_format": {"type": "json_schema"}}]),
     ("response_format", "", [{"response_format": {"type": "sound"}}]),
-    ("structured_outputs", "json_schema", [{"structured_outputs": {"regex": "a"}}]),
     ("regex", "", [{"regex": "("}]),
-]
+    ("messages", "the context has room for 1024", [said("word " * 3000)]),
+    ("messages", "", [said(5), said([PICTURE]), *({"messages": m} for m in ([], [{}], [{"role": 5}]))]),
+    ("tool_choice", "", [{**HI, "tool_choice": "foo"}, {**HI, "tool_choice": "required"}]),
+    ("tool_choice", "", [{**HI, "tools": [FUNCTION], "tool_choice": {**FUNCTION, "function": SING}}]),
+    ("tools", "", [{**HI, "tools": [{"type": "function"}]}]),
+    ("modalities", "", [{**HI, "modalities": ["audio"]}]),
+    ("top_logprobs", "", [{**HI, "top_logprobs": 2}]),
+    ("add_generation_prompt", "", [
+        {**HI, "add_generation_prompt": True, "continue_final_message": True},
+    ]),
+    ("chat_template_kwargs", "", [{**HI, "chat_template_kwargs": {"messages": []}}]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("param", "message", "bodies"), REFUSED, ids=range(len(REFUSED)))
@@ -280,42 +248,61 @@ def test_what_is_refused(
     api: Any, param: str | None, message: str, bodies: list[dict[str, Any]]
 ) -> None:
     for body, more in product(bodies, ({}, {"stream": True})):
-        error = post(api, 400, **{"prompt": "x", **body, **more})["error"]
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        error = post(api, 400, path, **{"prompt": "x", **body, **more})["error"]
         assert message in error["message"]
         assert (error["code"], error["param"]) == (400, param)
         assert error["type"] == "invalid_request_error"
 
 
-def test_what_is_refused_in_conversations(api: Any) -> None:
-    path = "/v1/chat/completions"
-    error = post(api, 400, path, messages=[{"role": "user", "content": "word " * 3000}])["error"]
-    assert (error["param"], error["type"]) == ("messages", "invalid_request_error")
-    assert "the context has room for 1024" in error["message"]
-    for name, value in (("messages", []), ("tool_choice", "foo"), ("modalities", ["audio"])):
-        body = {"messages": [{"role": "user"}], name: value}
-        assert post(api, 400, path, **body)["error"]["param"] == name
-    assert post(api, 400, path)["error"]["param"] == "messages"
+def test_messages_are_needed(api: Any) -> None:
+    assert post(api, 400, "/v1/chat/completions")["error"]["param"] == "messages"
 
 
-def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
-    """The fields that llama-server's clients send in every request are not refused, either."""
-    names = fields._REFUSED
-    habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
-    habits |= {"n": 2, "best_of": 2, "modalities": ["text"]}
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
-        if "chat" in path:
-            asked["messages"] = [{"role": "user", "content": "x"}]
-        nothings: list[Any] = [None, False, "", [], {}]
-        for nothing in nothings:
-            post(api, 200, path, **dict.fromkeys(names, nothing), **habits, **asked)
-        for name in names:
-            assert post(api, 400, path, **{name: ["x"]}, **asked)["error"]["param"] == name
-
-
-def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
-    prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1024]
+def test_end_of_the_cache_is_a_length(api: Any, beside: lb.Context) -> None:
+    prompt = (beside.model.prompt_tokens("Once upon a time ") * 300)[:1024]
     assert "has room for 1024" in post(api, 400, prompt=prompt)["error"]["message"]
     assert choices(api, prompt=prompt, max_tokens=0)[0]["text"] == ""
     (choice,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "capacity")
+
+
+# -- other looms -----------------------------------------------------------------------------------
+
+PROMPT = "Once upon a time there was a little"
+
+
+def test_looms_send_what_is_taken_and_read_what_is_there(api: Any) -> None:
+    """mikupad, Tapestry Loom, logitloom, loomsidian: the requests that each of them builds."""
+    mikupad: dict[str, Any] = {
+        "model": "", "prompt": PROMPT, "seed": 5, "temperature": 0.7, "repeat_penalty": 1.1,
+        "repeat_last_n": 256, "penalize_nl": False, "ignore_eos": False, "presence_penalty": 0,
+        "frequency_penalty": 0, "top_p": 0.95, "top_k": 40, "typical_p": 1, "min_p": 0.05,
+        "max_tokens": 12, "logprobs": 10, "stream": True,
+    }  # fmt: skip
+    answer = api.post("/v1/completions", json=mikupad, headers={"Origin": ORIGIN})
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    for (choice,) in (part["choices"] for part in frames(api, **mikupad)):
+        assert not choice.get("text") or isinstance(choice["logprobs"]["top_logprobs"][0], dict)
+    tapestry = {
+        "model": "tale",
+        "prompt": PROMPT,
+        "temperature": 1,
+        "logprobs": 20,
+        "stream": False,
+    }
+    (choice,) = choices(api, **tapestry, max_tokens=10)
+    (echoed,) = choices(api, **tapestry, max_tokens=1, echo=True)
+    for one in (choice, echoed):
+        places = one["logprobs"]
+        assert len(places["tokens"]) == len(places["top_logprobs"]) == len(places["token_logprobs"])
+    assert all(len(top) >= 20 for top in echoed["logprobs"]["top_logprobs"][1:])
+    logitloom = {"prompt": PROMPT, "logprobs": 5, "max_tokens": 6, "temperature": 0.0}
+    (choice,) = choices(api, model="tale", **logitloom)
+    places = choice["logprobs"]
+    assert len(places["tokens"]) == 6 and choice["finish_reason"] == "length"
+    for token, top in zip(places["tokens"], places["top_logprobs"], strict=True):
+        assert max(top, key=top.__getitem__) == token  # it follows the most probable token
+    loomsidian = {"max_tokens": 12, "n": 3, "temperature": 1, "top_p": 1, "frequency_penalty": 0.1}
+    made = choices(api, prompt=PROMPT, model="tale", **loomsidian)
+    assert len({choice["text"] for choice in made}) == len(made) == 3

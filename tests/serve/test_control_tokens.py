@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, bundled_engine
+from serving import frames, post, serving
 from toys import CHAT_TEMPLATE, write_toy
 
 import llamabranch as lb
@@ -25,18 +23,16 @@ def test_control_token_is_no_content(tmp_path: Path, tools: Any) -> None:
         token = model.bos
         assert token is not None and model.entry(token)[1] and not model.is_eog(token)
     body: dict[str, Any] = {"max_tokens": 3, "logit_bias": {token: 100.0}, "temperature": 0.0}
-    with Serving(partial(bundled_engine, model=path)) as server:
+    with serving({"model": path}) as server:
         with server.client() as api:
             sent = {**body, "messages": MESSAGES, **({"tools": tools} if tools else {})}
-            answer = api.post("/v1/chat/completions", json={**sent, "return_token_ids": True})
-            (choice,) = answer.json()["choices"]
+            where = "/v1/chat/completions"
+            (choice,) = post(api, path=where, **sent, return_token_ids=True)["choices"]
             assert choice["token_ids"] == [token] * 3
             assert not choice["message"]["content"]
-            with api.stream("POST", "/v1/chat/completions", json={**sent, "stream": True}) as lines:
-                data = [line[6:] for line in lines.iter_lines() if line.startswith("data: {")]
-            deltas = [choice["delta"] for each in data for choice in json.loads(each)["choices"]]
-            assert not any(delta.get("content") for delta in deltas)
-            (choice,) = api.post("/v1/completions", json={**body, "prompt": "a"}).json()["choices"]
+            parts = [choice for part in frames(api, where, **sent) for choice in part["choices"]]
+            assert not any(part["delta"].get("content") for part in parts)
+            (choice,) = post(api, **body, prompt="a")["choices"]
             assert choice["text"] == ""
         with lb.load(path, n_ctx=512, n_threads=1, chat_template=CHAT_TEMPLATE) as ctx:
             result = ctx.chat(MESSAGES, tools=tools, **body)

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, answer, run
+from commands import COMMAND, answer
 from serving import TARGET, Serving, bundled_engine
 from toys import CHAT_TEMPLATE
 
@@ -48,14 +48,13 @@ def test_models_branches_and_chats_have_any_name(folder: Path) -> None:
 
 def test_commands_take_any_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    model, text, lines, out, missing = map(
-        os.fsdecode, (b"m\xff.gguf", b"p\xff.txt", b"p\xff.jsonl", b"o\xff.jsonl", b"no\xff")
+    model, text, lines, missing = map(
+        os.fsdecode, (b"m\xff.gguf", b"p\xff.txt", b"p\xff.jsonl", b"no\xff")
     )
     few = ("-n", "2", "--seed", "1", "-c", "256")
     assert answer("generate", "-m", model, *few, "Once")["tokens"]
     assert answer("score", "-m", model, "--file", text)
-    assert run("generate", "-m", model, *few, "-i", lines, "-o", out).exit_code == 0
-    assert (folder / out).stat().st_size
+    assert answer("generate", "-m", model, *few, "-i", lines)["results"]
     for arguments, code, shown in (
         (("score", "-m", model, "--file", missing), 2, b"no\\udcff"),
         (("models", "show", model), 0, b"m\xef\xbf\xbd"),

@@ -8,12 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Serving, serving
+from serving import Serving, post
 
 import llamabranch as lb
 
@@ -21,16 +20,7 @@ ROOT = Path(__file__).parents[2]
 ITEMS = ROOT / "examples/lm_eval/facts.jsonl"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def ctx(server: Serving) -> Iterator[lb.Context]:
-    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1, exact=True) as context:
-        yield context
+SERVE: dict[str, Any] = {}
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -54,48 +44,44 @@ def scored(ctx: lb.Context, context: str, continuation: str) -> tuple[float, boo
 
 
 def test_what_the_harness_sends_gets_the_log_probabilities_of_the_library(
-    server: Serving, ctx: lb.Context
+    api: Any, beside: lb.Context
 ) -> None:
-    with server.client() as api:
+    def encoded(text: str) -> list[int]:
+        tokens = post(api, path="/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        assert isinstance(tokens, list)
+        return tokens
 
-        def encoded(text: str) -> list[int]:
-            body = {"prompt": text, "add_special_tokens": False}
-            tokens = api.post("/tokenize", json=body).json()["tokens"]
-            assert isinstance(tokens, list)
-            return tokens
-
-        for context, continuation in pairs():
-            n, whole = len(encoded(context)), encoded(context + continuation)
-            body: dict[str, Any] = {
-                "model": "any", "prompt": [whole], "temperature": 0, "max_tokens": 1, "logprobs": 1,
-                "seed": 1234, "echo": True,
-            }  # fmt: skip
-            (choice,) = api.post("/v1/completions", json=body).json()["choices"]
-            places = choice["logprobs"]
-            logprobs, tops = (places[name][n:-1] for name in ("token_logprobs", "top_logprobs"))
-            is_greedy = all(p == max(top.values()) for p, top in zip(logprobs, tops, strict=True))
-            total, is_best = scored(ctx, context, continuation)
-            assert sum(logprobs) == pytest.approx(total, abs=1e-5) and is_greedy == is_best
+    for context, continuation in pairs():
+        n, whole = len(encoded(context)), encoded(context + continuation)
+        body: dict[str, Any] = {
+            "model": "any", "prompt": [whole], "temperature": 0, "max_tokens": 1, "logprobs": 1,
+            "seed": 1234, "echo": True,
+        }  # fmt: skip
+        (choice,) = post(api, **body)["choices"]
+        places = choice["logprobs"]
+        logprobs, tops = (places[name][n:-1] for name in ("token_logprobs", "top_logprobs"))
+        is_greedy = all(p == max(top.values()) for p, top in zip(logprobs, tops, strict=True))
+        total, is_best = scored(beside, context, continuation)
+        assert sum(logprobs) == pytest.approx(total, abs=1e-5) and is_greedy == is_best
 
 
-def test_the_tokenizer_of_the_harness_is_that_of_the_model(server: Serving) -> None:
+def test_the_tokenizer_of_the_harness_is_that_of_the_model(server: Serving, api: Any) -> None:
     model, text = server.ctx.model, "A king <|im_end|> f\u00fcr \u5abd"
-    with server.client() as api:
-        info = api.get("/tokenizer_info").json()
-        for name, token in (("bos_token", model.bos), ("eos_token", model.eos)):
-            shown = None if token is None else model.detokenize([token], special=True)
-            assert info[name] == shown
-        for body, expected in (
-            ({"prompt": text}, model.prompt_tokens(text)),
-            ({"prompt": text, "add_special_tokens": False},
-             model.tokenize(text, add_special=False, parse_special=True)),
-            ({"prompt": "word " * 3000}, model.prompt_tokens("word " * 3000)),
-        ):  # fmt: skip
-            assert api.post("/tokenize", json=body).json()["tokens"] == expected
+    info = api.get("/tokenizer_info").json()
+    for name, token in (("bos_token", model.bos), ("eos_token", model.eos)):
+        shown = None if token is None else model.detokenize([token], special=True)
+        assert info[name] == shown
+    for body, expected in (
+        ({"prompt": text}, model.prompt_tokens(text)),
+        ({"prompt": text, "add_special_tokens": False},
+         model.tokenize(text, add_special=False, parse_special=True)),
+        ({"prompt": "word " * 3000}, model.prompt_tokens("word " * 3000)),
+    ):  # fmt: skip
+        assert post(api, path="/tokenize", **body)["tokens"] == expected
 
 
 def test_the_recipe_runs_in_the_harness_itself(
-    server: Serving, ctx: lb.Context, tmp_path: Path
+    server: Serving, beside: lb.Context, tmp_path: Path
 ) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     page = (ROOT / "docs/serve.md").read_text("utf-8")
@@ -119,5 +105,5 @@ def test_the_recipe_runs_in_the_harness_itself(
             received[sent["arg_0"], sent["arg_1"]] = float(logprob), str(is_greedy) == "True"
     assert list(received) == pairs()
     for (context, continuation), (logprob, is_greedy) in received.items():
-        total, is_best = scored(ctx, context, continuation)
+        total, is_best = scored(beside, context, continuation)
         assert logprob == pytest.approx(total, abs=1e-5) and is_greedy == is_best

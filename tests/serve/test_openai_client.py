@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Serving, record_schema, serving
+from serving import Serving, record_schema
 
 import llamabranch as lb
 
@@ -22,29 +21,19 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(api_keys=("secret",), max_tokens=32) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Serving) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as opened:
-        yield opened
+SERVE = {"api_keys": ("secret",), "max_tokens": 32, "alias": "king"}
 
 
 def ask(client: Any, messages: Any = HELLO, **more: Any) -> Any:
     return client.chat.completions.create(model="any", messages=messages, **{**WARM, **more})
 
 
-def test_answer_is_the_librarys_own(client: Any, server: Serving) -> None:
+def test_answer_is_the_librarys_own(client: Any, beside: lb.Context) -> None:
     answer = ask(client, max_tokens=16)
-    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1, exact=True) as ctx:
-        params = lb.SamplingParams(temperature=0.8, seed=42)
-        with lb.Branch.start(ctx, HELLO, sampling=params) as branch:
-            expected = "".join(token.text for token in branch.generate(16))
-            n_prompt = branch.n_prompt
+    params = lb.SamplingParams(temperature=0.8, seed=42)
+    with lb.Branch.start(beside, HELLO, sampling=params) as branch:
+        expected = "".join(token.text for token in branch.generate(16))
+        n_prompt = branch.n_prompt
     assert answer.choices[0].message.content == expected
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens == n_prompt
@@ -73,7 +62,7 @@ def test_stream_joined_is_the_message(client: Any, more: dict[str, str]) -> None
     assert all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in tokens)
 
 
-def test_completions_and_models(client: Any) -> None:
+def test_completions_and_models(client: Any, server: Serving) -> None:
     answer = client.completions.create(
         model="any", prompt="Once upon a time", max_tokens=6, logprobs=1, echo=True, **WARM
     )
@@ -85,7 +74,8 @@ def test_completions_and_models(client: Any) -> None:
     text = "".join(part.choices[0].text for part in streamed)
     assert answer.choices[0].text == "Once upon a time" + text
     (model,) = client.models.list().data
-    assert client.models.retrieve(model.id).id == model.id
+    assert client.models.retrieve(model.id).id == model.id == "king"
+    assert model.meta["n_vocab"] == server.ctx.model.n_vocab
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
 
@@ -147,23 +137,3 @@ def test_last_answer_is_continued(client: Any, server: Serving) -> None:
     assert continued.prompt_token_ids == expected
     with pytest.raises(openai.BadRequestError, match="two answers"):
         ask(client, [*begun, begun[-1]])
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"messages": [{}]},
-        {"messages": [{"role": 5}]},
-        {"messages": [{"role": "user", "content": 5}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        {"top_logprobs": 2},
-        {"tools": [{"type": "function"}]},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sing"}}},
-        {"tool_choice": "required"},
-        {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
-        {"extra_body": {"chat_template_kwargs": {"messages": []}}},
-    ],
-)
-def test_what_is_refused(client: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError):
-        ask(client, **more)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
-from serving import Serving, bundled_engine
-
-openai = pytest.importorskip("openai")
+from serving import Serving, post, serving
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] "
@@ -20,19 +16,8 @@ TEMPLATE = (
 )
 ASKED = [{"role": "user", "content": "Once upon a time there was a bear."}]
 N = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}}
+SERVE = {"engine": {"chat_template": TEMPLATE}}
 BODY: dict[str, Any] = {"model": "tale", "messages": ASKED, "temperature": 0.8, "seed": 6}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with Serving(partial(bundled_engine, chat_template=TEMPLATE)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Serving) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
 
 
 def extra(**more: Any) -> dict[str, Any]:
@@ -96,8 +81,6 @@ def test_a_thought_that_takes_all_tokens_has_no_answer(client: Any) -> None:
 def test_a_model_without_thoughts_takes_the_fields() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     body = {**BODY, "max_tokens": 4, "thinking": 5, "reasoning_effort": "high"}
-    open_engine = partial(bundled_engine, chat_template=template)
-    with Serving(open_engine) as running, running.client() as client:
-        answer = client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        assert "reasoning_content" not in answer.json()["choices"][0]["message"]
+    with serving({"chat_template": template}) as running, running.client() as api:
+        answer = post(api, path="/v1/chat/completions", **body)
+        assert "reasoning_content" not in answer["choices"][0]["message"]

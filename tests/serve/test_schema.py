@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from serving import Serving, httpx, serving
+from serving import httpx
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 msgspec = pytest.importorskip("msgspec")
 
 from llamabranch.serve import completions, utilities  # noqa: E402
 
+SERVE = {"max_tokens": 8, "max_choices": 4}
 BODIES = {
     "/v1/completions": completions.CompletionFields,
     "/v1/chat/completions": completions.ChatFields,
@@ -41,37 +41,30 @@ def openapi() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": parts}}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(max_tokens=8, max_choices=4) as running:
-        yield running
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", sorted(BODIES))
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_no_request_fails_the_server(server: Serving, path: str, mode: str) -> None:
+def test_no_request_fails_the_server(api: Any, path: str, mode: str) -> None:
     schema = schemathesis.openapi.from_dict(openapi())
     operation = schema[path]["POST"]
     cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
-    with server.client() as api:
 
-        @settings(
-            max_examples=150, deadline=None, database=None, derandomize=True,
-            suppress_health_check=list(HealthCheck), phases=[Phase.generate],
-        )  # fmt: skip
-        @given(case=cases)
-        def try_all(case: Any) -> None:
-            body = case.body
-            if isinstance(body, dict) and mode == "positive":
-                body = {**body, "max_tokens": 2} if "max_tokens" in body else body
-            try:
-                answer = api.post(path, json=body)
-            except (TypeError, ValueError, UnicodeEncodeError):  # it is no JSON
-                return
-            except httpx.HTTPError as error:
-                raise AssertionError(f"no answer to {body!r}") from error
-            assert answer.status_code < 500 or answer.status_code == 501, (body, answer.text)
+    @settings(
+        max_examples=150, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+    )  # fmt: skip
+    @given(case=cases)
+    def try_all(case: Any) -> None:
+        body = case.body
+        if isinstance(body, dict) and mode == "positive":
+            body = {**body, "max_tokens": 2} if "max_tokens" in body else body
+        try:
+            answer = api.post(path, json=body)
+        except (TypeError, ValueError, UnicodeEncodeError):  # it is no JSON
+            return
+        except httpx.HTTPError as error:
+            raise AssertionError(f"no answer to {body!r}") from error
+        assert answer.status_code < 500 or answer.status_code == 501, (body, answer.text)
 
-        try_all()
+    try_all()

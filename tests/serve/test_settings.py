@@ -1,18 +1,18 @@
-"""Every name of a sampling setting changes that setting, at each path that takes it."""
+"""Every name of a setting changes that setting, at each path that takes it; what others send."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import msgspec
 import pytest
-from serving import Serving, serving
+from serving import Serving, post, serving
 
 import llamabranch as lb
+from llamabranch.request.fields import _REFUSED, SamplingFields
 from llamabranch.serve.completions import ChatFields, CompletionFields
-from llamabranch.serve.fields import _REFUSED, SamplingFields
 
 # A value for each name of a setting, then what other names and values become.
 SENT: dict[str, Any] = {
@@ -36,14 +36,11 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
-    with serving(sampling=lb.SamplingParams(seed=3)) as running:
-        yield running
+SERVE = {"sampling": lb.SamplingParams(seed=7, top_k=9)}
 
 
 @pytest.fixture
-def reached(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def reached(server: Serving, api: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that sends a body, and returns the settings that the engine gets."""
     asked: list[lb.Request] = []
     steps = server.engine.steps
@@ -53,16 +50,14 @@ def reached(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return steps(*requests, **more)
 
     monkeypatch.setattr(server.engine, "steps", noted)
-    with server.client() as client:
 
-        def send(path: str, **body: Any) -> lb.SamplingParams:
-            answer = client.post(path, json=body)
-            assert answer.status_code < 300, answer.text
-            params = asked[-1].sampling
-            assert params is not None
-            return params
+    def send(path: str, **body: Any) -> lb.SamplingParams:
+        post(api, path=path, **body)
+        params = asked[-1].sampling
+        assert params is not None
+        return params
 
-        yield send
+    return send
 
 
 def expected(server: Serving, name: str) -> dict[str, Any]:
@@ -91,30 +86,72 @@ def test_each_name_changes_its_setting_at_each_path(
     changed, value = expected(server, name), SENT[name]
     for path, rest in PATHS.items():
         plain = reached(path, **rest)
+        assert (plain.seed, plain.top_k) == (7, 9)
         assert reached(path, **rest, **{name: value}) == plain.replace(**changed) != plain
 
 
-@pytest.mark.parametrize("name", _REFUSED)
-def test_names_of_other_programs_that_would_change_a_text_are_refused(
-    server: Serving, name: str
-) -> None:
-    with server.client() as client:
-        for path, rest in PATHS.items():
-            error = client.post(path, json={**rest, name: 2}).json()["error"]
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ignore_eos"])
+def test_a_line_of_a_file_has_the_same_names(server: Serving, name: str) -> None:
+    line = lb.Request.from_json({"prompt": "a", name: SENT[name]}, "0")
+    assert line.sampling == lb.SamplingParams().replace(**expected(server, name))
+    based = lb.Request.from_json({"prompt": "a"}, "0", lb.SamplingParams(top_k=3))
+    assert based.sampling == lb.SamplingParams(top_k=3)
+    assert lb.Request.from_json({"prompt": "a"}, "0").sampling is None  # the engine's
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_names_of_other_programs_that_would_change_a_text_are_refused(api: Any, path: str) -> None:
+    """Those that ask for nothing are not, nor fields that llama-server's clients always send."""
+    habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
+    habits |= {"n": 2, "best_of": 2, "modalities": ["text"]}
+    nothings: list[Any] = [None, False, "", [], {}]
+    for nothing in nothings:
+        post(api, 200, path, **dict.fromkeys(_REFUSED, nothing), **habits, **PATHS[path])
+    for name, instead in _REFUSED.items():
+        for value in (2, ["x"]):
+            error = post(api, 400, path, **{name: value}, **PATHS[path])["error"]
             assert (error["code"], error["param"]) == (400, name)
-            assert _REFUSED[name] in error["message"]
-            assert client.post(path, json={**rest, name: None}).status_code == 200
+            assert instead in error["message"]
+        with pytest.raises(lb.ConfigError, match=rf"{name} .*{instead}"):
+            lb.Request.from_json({"prompt": "a", name: 2}, "0")
 
 
 @pytest.mark.parametrize("digits", ["99999999999", "9999999999", "-1", "9" * 40, "9" * 5000])
-def test_a_number_that_is_no_token_is_refused_by_name(server: Serving, digits: str) -> None:
-    shown = digits[:40]
-    with server.client() as client:
-        for path, rest in PATHS.items():
-            for bias in ({digits: 1}, [[digits, 1]]):
-                answer = client.post(path, json={**rest, "logit_bias": bias})
-                assert answer.status_code == 400
-                assert shown in answer.json()["error"]["message"]
+def test_a_number_that_is_no_token_is_refused_by_name(api: Any, digits: str) -> None:
+    for path, rest in PATHS.items():
+        for bias in ({digits: 1}, [[digits, 1]]):
+            error = post(api, 400, path, **rest, logit_bias=bias)["error"]
+            assert digits[:40] in error["message"]
     for key in ("1_0", " 5", "\u0663", "five", ""):
         with pytest.raises(lb.errors.ConfigError, match="a key of logit_bias"):
             lb.Request.from_json({"prompt": "a", "logit_bias": {key: 1}}, "a")
+
+
+# -- the server's own ------------------------------------------------------------------------------
+
+
+def test_seed_of_the_server_is_that_of_requests_without_one(api: Any) -> None:
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
+    texts = [
+        post(api, **body, **more)["choices"][0]["text"]
+        for more in ({}, {}, {"seed": 7}, {"seed": 8}, {"seed": -1}, {"seed": -1})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts)) == 4
+
+
+def test_templates_that_ask_for_the_date_are_told_it_and_answers_where_batches_are_not_exact() -> (
+    None
+):
+    template = "{{ date_string }}|{{ strftime_now('%Y') }}|{{ messages[0]['content'] }}"
+    engine = {"chat_template": template, "exact": False}
+    with serving(engine) as server, server.client() as api:
+        for more, day in (({}, date.today().strftime("%d %b %Y")), ({"date_string": "x"}, "x")):
+            body = {
+                "messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": more,
+                "max_tokens": 1, "return_token_ids": True,
+            }  # fmt: skip
+            answer = post(api, path="/v1/chat/completions", **body)
+            assert answer["exact"] is False
+            prompt = server.ctx.model.detokenize(answer["choices"][0]["prompt_token_ids"])
+            assert prompt.endswith(f"{day}|{date.today().year}|Hi")

@@ -158,7 +158,7 @@ async def _export(loom: Loom, call: Request) -> Response:
     title = path_text(loom.journal.path.name).removesuffix(".loom.jsonl")
     data, name, mime = await asyncio.to_thread(
         formats.export, loom.document, kind, node, title=title, model=loom.model()["model"],
-        answers=loom.answers() if kind == "html" else None,
+        answers=loom.answers(loom.document.shown()) if kind == "html" else None,
     )  # fmt: skip
     where = f'attachment; filename="{name}"'.encode("ascii", "replace").decode()
     return reply(data, headers={"content-disposition": where}, kind=mime)

@@ -64,7 +64,7 @@ class Guard:
             )
         is_same = origin is None or origin.partition("://")[2] == host
         if not is_same and not self._is_allowed(str(origin)):
-            raise HttpError(403, "pages of this origin are not allowed: --allow-origin allows them")
+            raise HttpError(403, "pages of this origin need --limit allow_origins=ORIGIN")
         if self._keys and scope["path"] not in _PUBLIC and not sends_key(headers, self._keys):
             raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
 

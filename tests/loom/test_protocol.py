@@ -186,24 +186,6 @@ def test_a_find_finds_every_place(tmp_path: Path) -> None:
         assert places("the lake") == [(far, "the lake")]
 
 
-def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        root = page.type(START)
-        nodes = page.grow(root["id"], 3, max_tokens=4)
-        page.do("set", node=nodes[0]["id"], bookmark=True)
-        page.do("delete", node=nodes[1]["id"])
-        before, told = page.doc()["nodes"], page.tokens(nodes[2]["id"], top=1)
-        assert [page.do("undo")["undo"] for _ in range(4)] == [3, 2, 1, 0]
-        assert page.nodes() == []
-        page.do("undo", 409)
-    with Paged(tmp_path) as page:  # the same after a restart
-        assert page.nodes() == [] and page.doc()["redo"] == 4
-        for _ in range(4):
-            page.do("redo")
-        assert page.doc()["nodes"] == before and page.tokens(nodes[2]["id"], top=1) == told
-        page.do("redo", 409)
-
-
 def unread(page: Paged, beginning: str) -> str:
     """Import a text that no model has read; return its node."""
     text = " ".join([beginning, *(f"a king and {i} sons" for i in range(70))])

@@ -89,37 +89,6 @@ def test_limit_refusal_and_ends_hold(branch: Branch) -> None:
     assert propose(state, [20, 21, 22, end, 30, 31, 20, 21, 22]).tokens == [end]
 
 
-def test_states_are_rewound_and_forked_as_their_texts(branch: Branch) -> None:
-    parent, fresh = (SuffixDrafter().start(branch.sequence, "seeded") for _ in range(2))
-    tokens = [1, 2, 3, 4, 1, 2, 8, 9]
-    propose(parent, tokens)
-    parent.observe(6)
-    parent.observe(6)
-    past = tokens[:6]
-    assert propose(parent, past).tokens == propose(fresh, past).tokens != []
-    child = parent.fork(branch.sequence)
-    assert propose(child, past).tokens == propose(parent, past).tokens
-    child_text, parent_text = [*past, 7, 1, 2], [*past, 8, 1, 2]
-    assert propose(child, child_text).tokens[0] == 7
-    assert propose(parent, parent_text).tokens[0] == 8
-    parent.close()
-    parent.close()
-    assert propose(child, child_text).tokens[0] == 7
-
-
-# -- suffix ----------------------------------------------------------------------------------------
-
-
-def test_what_was_rewound_or_belongs_to_another_text_is_no_evidence(branch: Branch) -> None:
-    drafter = SuffixDrafter()
-    tale = list(range(200, 212))
-    first, second = (drafter.start(branch.sequence, "seeded") for _ in range(2))
-    assert propose(first, [5, *tale, *tale[:4]]).tokens == tale[4:8]
-    assert propose(second, [5, *tale[:4]]).tokens == []
-    first.observe(3)
-    assert propose(first, [5, *tale[:4]]).tokens == []
-
-
 # -- chain -----------------------------------------------------------------------------------------
 
 

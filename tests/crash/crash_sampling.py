@@ -110,25 +110,6 @@ def token_after_completion(w: World) -> None:
         must_raise(GrammarError, branch.fork().step)
 
 
-@case("grammar")
-def sampler_used_by_hand(w: World) -> None:
-    sampler = Sampler(w.model, SamplingParams(), Grammar(ABC))
-    for token in (60, 1, 0):
-        assert not sampler.allows(token)
-        must_raise(GrammarError, sampler.accept, token)
-    for bad in (-1, 258, 1 << 40):
-        must_raise((TokenizeError, GrammarError), sampler.accept, bad)
-        with suppress(LlamaBranchError):
-            sampler.allows(bad)
-    twin = sampler.clone()
-    for token in _ids(w, "abc"):
-        twin.accept(token)
-    twin.accept(1)
-    must_raise(GrammarError, lambda: twin.distribution(w.logits))
-    must_raise((ConfigError, GrammarError), lambda: sampler.distribution(w.logits[:5]))
-    assert sampler.distribution(w.logits).argmax() == _ids(w, "a")[0]
-
-
 # -- sampling --------------------------------------------------------------------------------------
 
 refuses(

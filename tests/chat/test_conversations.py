@@ -21,7 +21,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
-from llamabranch.chat.conversation import Exchange, Line, drawn
+from llamabranch.chat.conversation import Exchange, drawn
 from llamabranch.context.prefix_cache import n_common
 
 # A template that shortens earlier answers when a new turn comes: only the last answer is complete.
@@ -336,7 +336,7 @@ def test_a_conversation_of_any_length_is_drawn() -> None:
     last: Exchange | None = None
     for _ in range(1200):  # more than Python recurses
         last = Exchange(last, "Hello")
-    assert len(drawn([Line(1, last)], 1).split("\n")) == 1201
+    assert len(drawn({1: last}, 1).split("\n")) == 1201
 
 
 # -- a full context --------------------------------------------------------------------------------
@@ -613,9 +613,9 @@ def test_damaged_chat_is_refused(ctx: Context, tmp_path: Path) -> None:
     (first,) = about["exchanges"]
     damaged: list[dict[str, object]] = [
         {"model": 3}, {"model": {"path": "/"}}, {"id": 3},
-        {"version": 1}, {"current": 9}, {"exchanges": [{}]}, {"lines": 3}, {"sampling": {"x": 1}},
+        {"version": 1}, {"current": 9}, {"exchanges": [{}]}, {"branches": 3}, {"sampling": {"x": 1}},
         {"parents": [0]}, {"parents": [-1]}, {"parents": []},
-        {"lines": [{**about["lines"][0], "head": 1}]},
+        {"branches": {"1": 1}},
         {"exchanges": [{**first, "parent": 0}]}, {"exchanges": [{**first, "results": [3]}]},
         {"exchanges": [{**first, "calls": [["a", {}, 3]]}]},
         {"exchanges": [{**first, "calls": ["weather"]}]},

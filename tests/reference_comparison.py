@@ -403,5 +403,6 @@ class ReferenceComparison(RuleBasedStateMachine):
         with pytest.raises(CacheFullError):
             self.ctx.decode([2], free)
         self.ctx.kv_cache_clear()
-        assert self.ctx.usage().cells_used == 0
+        usage = self.ctx.usage()
+        assert (usage.cells_used, usage.cells_reserved, usage.in_order) == (0, 0, True)
         self.ctx.audit()

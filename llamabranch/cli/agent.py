@@ -49,8 +49,8 @@ def agent(
         raise lb.ConfigError("no task was given", hint=hint)
     functions = [f for path in tools or () for f in load_functions(path)]
     context = given.open(given.announce(console), console)
-    params = given.params(given.seed)
-    run = lb.Agent(context, given.system or (), functions, sampling=params)
+    sampling = given.params(given.seed)
+    run = lb.Agent(context, given.system or (), functions, sampling=sampling)
     console.out.file = sys.stdout
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
@@ -70,28 +70,24 @@ def _show(console: Console, steps: Iterable[Step]) -> Report:
     Raises:
         LlamaBranchError: the error that ended the run.
     """
-    report: Report | None = None
-    is_live = console.out.is_terminal and not console.silent
-    line = ""  # the text of the running turn so far
+    is_live, line_ends = console.out.is_terminal and not console.silent, True
     for step in steps:
         if step.kind in ("text", "thought"):
             if is_live:
                 console.write(step.text, "dim" if step.kind == "thought" else "")
-            line += step.text
+                line_ends = step.text.endswith("\n")
             continue
-        if step.kind in ("call", "end") and line and not line.endswith("\n") and is_live:
+        if step.kind in ("call", "end") and not line_ends:
             console.write("\n")
-        line = "" if step.kind != "prompt" else line
+            line_ends = True
         if step.kind == "call":
             console.note(f"{step.name} {step.text}")
         elif step.kind == "result":
             console.note(f"  {shortened(step.text, _SHOWN)}")
         elif step.report is not None:
-            report = step.report
-    if report is None:
-        raise lb.LlamaBranchError("the run ended without a report")
-    if report.error is not None:
-        raise report.error
-    if not is_live:
-        console.write(report.text + "\n")
-    return report
+            if step.report.error is not None:
+                raise step.report.error
+            if not is_live:
+                console.write(step.report.text + "\n")
+            return step.report
+    raise lb.LlamaBranchError("the run ended without a report")

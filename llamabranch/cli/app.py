@@ -26,7 +26,7 @@ from .interrupts import EXIT_FAILURE
 # Each command in the order of --help, with the first sentence of its help. The function of a command has
 # the name of the command, and so has its module, except for ``speculate``.
 COMMANDS = {
-    "demo": "Show in half a minute what llamabranch does: forks, drafts, JSON and scores.",
+    "demo": "Show in half a minute what llamabranch does: forks, drafts and JSON.",
     "generate": "Generate text from one prompt or many.",
     "speculate": "Generate text with drafts, and say how well they worked.",
     "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
@@ -150,12 +150,8 @@ def _root(
     pass
 
 
-def _listed() -> None:
-    pass
-
-
 for _name, _help in COMMANDS.items():
-    app.command(_name, help=_help)(_listed)
+    app.command(_name, help=_help)(lambda: None)
 
 
 def main() -> None:

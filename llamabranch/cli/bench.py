@@ -18,23 +18,17 @@ from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedE
 
 from . import options as opt
 from .console import Console, number
+from .drafters import open_pair, resolve
 from .interrupts import EXIT_INTERRUPTED, InterruptHandler
 from .options import Given, option, with_options
 
-LENGTHS = "64,2000,6000"
 COLUMNS = ("tokens a second", "after", "read", "generate", "with drafts")
-EXACT = "-S exact=true"
 FLAGS = {"flash_attn": "-fa", "kv_type": "-ctk", "threads": "-t"}
 _ROOM = 256  # cells for tokens generated in addition to -n
 
 
 @with_options(
-    "max_tokens",
-    "temperature",
-    "settings",
-    "model",
-    "draft",
-    *opt.MODEL_OPTIONS[1:],
+    *("max_tokens", "temperature", "settings", "model", "draft", *opt.MODEL_OPTIONS[1:]),
     *opt.OUTPUT_OPTIONS,
     max_tokens=32,
 )
@@ -43,7 +37,7 @@ def bench(
     console: Console,
     lengths: Annotated[
         str, option("--lengths", "Tokens of a prompt.", opt.TEXT, metavar="N,N")
-    ] = LENGTHS,
+    ] = "64,2000,6000",
     runs: Annotated[
         int, option("-r --runs", "How often everything is measured.", opt.TEXT, metavar="N", min=1)
     ] = 2,
@@ -56,9 +50,11 @@ def bench(
     The settings take turns: flash attention, K/V types, threads, exact or not.
     What you set is not varied. The last line names the fastest setting.
     """
-    names, machine = given.resolve(console), Machine.now()
-    fitting = _lengths(given, lengths, names[0])
-    given = replace(given, n_ctx=given.n_ctx or max(fitting) + _n_tokens(given) + _ROOM)
+    names, machine = resolve(given, console), Machine.now()
+    n_tokens = given.max_tokens or 32
+    fitting = _lengths(given, lengths, names[0], n_tokens)
+    n_ctx = given.n_ctx or max(fitting) + n_tokens + _ROOM
+    given = replace(given, n_ctx=n_ctx, max_tokens=n_tokens)
     speeds: dict[str, Speeds] = {}
     complete = _measure_all(given, console, names, fitting, runs, speeds)
     console.progress("")
@@ -83,21 +79,15 @@ def bench(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _n_tokens(given: Given) -> int:
-    return given.max_tokens or 32
-
-
-def _lengths(given: Given, text: str, model: str) -> list[int]:
+def _lengths(given: Given, text: str, model: str, n_tokens: int) -> list[int]:
     """Return the lengths of the prompts that the model was trained for, in order."""
     lengths = sorted({int(part) for part in text.split(",") if part.strip().isdecimal()})
-    if not lengths or lengths[0] < 2:
-        raise ConfigError(f"--lengths {text}: this needs numbers of at least 2, as in 64,2000")
-    trained = opt.trained_length(model)
-    if not given.n_ctx and trained:
-        lengths = [n for n in lengths if n + _n_tokens(given) <= trained]
-    if not lengths:
-        raise ConfigError(f"{model} was trained for {trained} tokens: use shorter --lengths")
-    return lengths
+    trained = None if given.n_ctx else opt.trained_length(model)
+    fitting = [n for n in lengths if trained is None or n + n_tokens <= trained]
+    if not fitting or fitting[0] < 2:
+        most = "" if trained is None else f" and at most {trained - n_tokens}"
+        raise ConfigError(f"--lengths {text}: this needs numbers of at least 2{most}, as in 64,500")
+    return fitting
 
 
 def _settings(given: Given) -> Iterator[tuple[str, Given]]:
@@ -115,7 +105,7 @@ def _settings(given: Given) -> Iterator[tuple[str, Given]]:
         flags = " ".join(f"{FLAGS[name]} {value}" for name, value in changes.items())
         yield flags or "as set", replace(given, **changes)
     if "exact" not in is_set:
-        yield EXACT, replace(given, settings=[*(given.settings or ()), "exact=true"])
+        yield "-S exact=true", replace(given, settings=[*(given.settings or ()), "exact=true"])
 
 
 def _measure_all(
@@ -133,13 +123,13 @@ def _measure_all(
             console.progress(f"run {run + 1} of {runs}: {flags}")
             each = speeds.get(flags) or Speeds()
             try:
-                context, drafter = options.open_pair(names, console)
+                context, drafter = open_pair(options, names, console)
                 text = context.tokenize("\n".join(topics.values()))[: max(lengths)]
                 banned = dict.fromkeys(context.model.eog_tokens, -math.inf)  # so that no text ends
                 sampling = options.params().replace(logit_bias=banned)
                 with InterruptHandler([context, *drafter.contexts]) as interrupts:
                     measure(
-                        context, drafter if names[1] else None, text, lengths, _n_tokens(given),
+                        context, drafter if names[1] else None, text, lengths, given.max_tokens or 0,
                         sampling, each, lambda interrupts=interrupts: interrupts.requested,
                     )  # fmt: skip
                 speeds[flags] = each

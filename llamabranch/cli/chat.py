@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +19,7 @@ from llamabranch.chat import Answer, saved_model
 
 from . import options as opt
 from .console import Console, shortened
+from .drafters import open_pair, resolve
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
 from .options import Given, option, with_options
 
@@ -191,8 +192,7 @@ class ChatSession:
                 chat.save(file)
                 note(f"saved in {file}")
             case "/help":
-                heading = "what it does"
-                self._console.table(("command", heading), list(USAGES.items()), left=(heading,))
+                self._console.table(("command", ""), list(USAGES.items()), left=("",))
             case "/quit":
                 self._has_quit = True
         if name in ("/retry", "/edit", "/fork", "/switch"):
@@ -203,7 +203,7 @@ class ChatSession:
             self.chat.set(**{name: _THINKING.get(value, opt.setting_value(value))})
             self._console.note(f"{name}: {value}")
             return
-        rows = [(f.name, getattr(self.chat.sampling, f.name)) for f in fields(lb.SamplingParams)]
+        rows = [*asdict(self.chat.sampling).items()]
         rows += [(name, self.chat.options.get(name)) for name in ("max_tokens", "thinking")]
         self._console.table(("setting", "value"), rows, left=("value",))
 
@@ -231,9 +231,6 @@ def chat(
     load: Annotated[
         Path | None, option("--load", "Continue a chat that /save wrote.", opt.TEXT, metavar="FILE")
     ] = None,
-    think: Annotated[
-        str | None, option("--think", "Think before answers.", opt.TEXT, metavar="on|off|N")
-    ] = None,
 ) -> None:
     """Talk with a model in the terminal; retry, edit, fork and save turns.
 
@@ -245,12 +242,11 @@ def chat(
     if load is not None and given.model is None:
         given = replace(given, model=str(saved_model(load)))
     config, params = given.config(), given.params(given.seed)
-    context, drafter = given.open_pair(given.resolve(console), console, n_seq_max=_N_SEQ_MAX)
+    context, drafter = open_pair(given, resolve(given, console), console, n_seq_max=_N_SEQ_MAX)
     if load is None:
         talk = Chat(
-            context, drafter, config, system=given.system, max_tokens=given.max_tokens,
-            sampling=params,
-            thinking=_THINKING.get(think or "auto", opt.setting_value(think or "")),
+            context, drafter, config,
+            system=given.system, max_tokens=given.max_tokens, sampling=params,
         )  # fmt: skip
     else:
         talk = Chat.load(context, load, drafter, config)

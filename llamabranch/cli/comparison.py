@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import llamabranch as lb
 from llamabranch import Engine, Request, Result
-from llamabranch.bench.timing import Maker, Series, Spread, Stopped, Timing, interleave
+from llamabranch.bench.timing import Series, Spread, Stopped, Timing, interleave
 
 from .console import Console, cell, number
 from .interrupts import InterruptHandler
@@ -46,64 +47,54 @@ class DraftComparison:
     @property
     def parting(self) -> int | None:
         """The first token at which the texts with and without drafts differ; None if all are equal."""
-        for drafted, plain in zip(self.results, self.plain_results, strict=True):
-            for position, (a, b) in enumerate(zip_longest(drafted.tokens, plain.tokens)):
-                if a != b:
-                    return position
-        return None
+        pairs = zip(self.results, self.plain_results, strict=True)
+        texts = (enumerate(zip_longest(a.tokens, b.tokens)) for a, b in pairs)
+        return next((i for text in texts for i, (a, b) in text if a != b), None)
 
 
-def statistics(stats: lb.EngineStats, compared: DraftComparison | None) -> dict[str, Any]:
-    """Return the figures of `print_statistics` by name: counts, ratios, tokens a second.
+def report(
+    console: Console, title: str, stats: lb.engine.EngineStats, compared: DraftComparison | None
+) -> dict[str, Any]:
+    """Print how well drafts worked, in aligned lines to standard error; return the figures by name.
 
     An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds
     a token of its own. ``tokens_a_pass`` is the mean number of tokens that it adds.
     """
     counts = stats.speculative
     iterations = counts.num_drafts + counts.num_plain_steps
-    accepted = counts.num_accepted_tokens
-    figures = {
+    drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
+    figures: dict[str, Any] = {
         "iterations": iterations,
-        "drafted": counts.num_draft_tokens,
+        "drafted": drafted,
         "accepted": accepted,
         "accept_rate": counts.draft_acceptance_rate,
         "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
         "decodes_of_target": stats.target_forward_passes,
         "decodes_of_draft": stats.draft_forward_passes,
-        "tokens_a_second": stats.tokens_per_s,
+        "tokens_a_second": stats.tokens_per_s if compared is None else compared.drafted.rate.median,
     }
-    if compared is None:
-        return figures
-    return figures | {
-        "tokens_a_second": compared.drafted.rate.median,
-        "plain_tokens_a_second": compared.plain.rate.median,
-        "speed_up": compared.speed_up,
-        "speed_up_range": [compared.range.low, compared.range.high],
-        "texts_equal": compared.parting is None,
-    }
-
-
-def print_statistics(
-    console: Console, title: str, figures: Mapping[str, Any], compared: DraftComparison | None
-) -> None:
-    """Print the figures of `statistics` in aligned lines to standard error."""
-    rows = {name.replace("_", " "): cell(value) for name, value in [*figures.items()][:8]}
-    if figures["drafted"]:
-        rate = f"{figures['accept_rate'] * 100:.0f} %"
-        rows["accept rate"] = f"{rate} ({figures['accepted']} of {figures['drafted']})"
+    rows = {name.replace("_", " "): cell(value) for name, value in figures.items()}
+    if drafted:
+        rows["accept rate"] = f"{accepted / drafted * 100:.0f} % ({accepted} of {drafted})"
     rows["tokens a pass"] = number(figures["tokens_a_pass"], 2)
     rows["tokens a second"] = number(figures["tokens_a_second"], 1)
     if compared is not None:
-        ratio, low, high = (
-            number(value, 2) for value in (figures["speed_up"], *figures["speed_up_range"])
-        )
-        plain = number(figures["plain_tokens_a_second"], 1)
-        rows["speed-up"] = f"{ratio} ({low} to {high}); plain decoding: {plain} a second"
-        parting = compared.parting
+        ratio, low, high = compared.speed_up, compared.range.low, compared.range.high
+        plain, parting = compared.plain.rate.median, compared.parting
+        figures |= {
+            "plain_tokens_a_second": plain,
+            "speed_up": ratio,
+            "speed_up_range": [low, high],
+            "texts_equal": parting is None,
+        }
+        shown = f"{number(ratio, 2)} ({number(low, 2)} to {number(high, 2)})"
+        rows["speed-up"] = f"{shown}; plain decoding: {number(plain, 1)} a second"
         rows["texts equal"] = "yes" if parting is None else f"no, from token {parting} on"
-    console.note(title, "bold")
-    for label, value in rows.items():
-        console.note(f"  {label:<17}  {value}", "")
+    if not console.silent:
+        console.note(title, "bold")
+        for label, value in rows.items():
+            console.note(f"  {label:<17}  {value}", "")
+    return figures
 
 
 def compare(
@@ -121,20 +112,17 @@ def compare(
     """
     results: dict[Engine, Sequence[Result]] = {}
 
-    def maker(engine: Engine) -> Maker:
-        def work(_: int) -> Timing:
-            if interrupts.requested:
-                raise Stopped
-            before = engine.stats.elapsed_s
-            texts = engine.generate(requests)
-            results.setdefault(engine, texts)
-            n_tokens = sum(len(result.tokens) for result in texts)
-            return Timing(n_tokens, engine.stats.elapsed_s - before)
-
-        return lambda _: work
+    def work(engine: Engine, _: int) -> Timing:
+        if interrupts.requested:
+            raise Stopped
+        before = engine.stats.elapsed_s
+        texts = engine.generate(requests)
+        results.setdefault(engine, texts)
+        n_tokens = sum(len(result.tokens) for result in texts)
+        return Timing(n_tokens, engine.stats.elapsed_s - before)
 
     timings = interleave(
-        {"drafted": maker(drafting), "plain": maker(plain)},
+        {"drafted": lambda _: partial(work, drafting), "plain": lambda _: partial(work, plain)},
         n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s,
         progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
     )  # fmt: skip

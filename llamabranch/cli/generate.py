@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,22 +17,17 @@ from llamabranch import ConfigError, Engine, Event, Request, Result
 from llamabranch.speculative import NullDrafter
 
 from . import options as opt
-from .comparison import compare, print_statistics, statistics
-from .console import Console, base_name, shortened
+from .comparison import compare, report
+from .console import Console, base_name, number, shortened
+from .drafters import open_pair, resolve
 from .files import piped_or_read, read_requests
 from .interrupts import EXIT_FAILURE, InterruptHandler
 from .options import Given, option, with_options
 
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
-_SHARED = (
-    *("max_tokens", "grammar", "schema", "chat", "system"),
-    *opt.SAMPLING_OPTIONS,
-    *opt.DRAFT_OPTIONS,
-    *opt.OUTPUT_OPTIONS,
-)
 
 
-@with_options(*_SHARED, max_tokens=128)
+@with_options(max_tokens=128)
 def generate(
     given: Given,
     console: Console,
@@ -57,7 +51,7 @@ def generate(
     _run(given, console, requests)
 
 
-@with_options(*_SHARED, max_tokens=128, draft_max="4")
+@with_options(max_tokens=128, draft_max="4")
 def speculate(
     given: Given,
     console: Console,
@@ -75,7 +69,7 @@ def speculate(
     # The seed is a setting of the text; for generate it is one of the job.
     given = replace(given, seed=secrets.randbits(31) if given.seed is None else given.seed)
     words = piped_or_read([*(texts or ()), *(prompts or ())])
-    requests = _requests(given, words or [opt.DEFAULT_PROMPT], given.params(given.seed))
+    requests = _requests(given, words or ["Once upon a time"], given.params(given.seed))
     _run(given, console, requests, speculates=True, compares=compares)
 
 
@@ -99,11 +93,10 @@ def _run(
     """Generate the texts of all requests, print them, and exit with the code of the job."""
     config = given.config()
     has_grammar = any(request.grammar is not None for request in requests)
-    names = given.resolve(console, has_grammar=has_grammar, always=speculates)
+    names = resolve(given, console, has_grammar=has_grammar, always=speculates)
     n_texts = sum(request.n for request in requests)
-    n_together = min(given.set("load").get("n_seq_max", N_TEXTS), n_texts)
-    context, drafter = given.open_pair(
-        names, console, n_texts=n_together, n_seq_max=N_TEXTS, prefix_cache=compares
+    context, drafter = open_pair(
+        given, names, console, n_texts=n_texts, n_seq_max=N_TEXTS, prefix_cache=compares
     )
     engine, plain = (
         Engine(context, one, config, max_tokens=given.max_tokens, seed=given.seed)
@@ -125,16 +118,15 @@ def _run(
         if compares and not interrupts.requested:
             compared = compare(engine, plain, prepared, interrupts, progress=console.progress)
     console.progress("")
-    figures = statistics(stats, compared) if speculates else {}
+    figures: dict[str, Any] = {}
     if not console.silent:
-        has_rate = not speculates and not math.isnan(stats.tokens_per_s)
-        rate = [f"{stats.tokens_per_s:.1f} a second"] if has_rate else []
-        console.note(", ".join(filter(None, [*printer.summary(), *rate, f"seed {engine.seed}"])))
-        if speculates:
-            drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1])
-            by = f"{config.draft_k} tokens a draft by {drafters or 'nobody'}"
-            title = shortened(f"{base_name(names[0])}, {by}", 80)
-            print_statistics(console, title, figures, compared)
+        rate = f"{number(stats.tokens_per_s, 1)} a second"
+        console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))
+    if speculates:
+        drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1])
+        by = f"{config.draft_k} tokens a draft by {drafters or 'nobody'}"
+        title = shortened(f"{base_name(names[0])}, {by}", 80)
+        figures = report(console, title, stats, compared)
     results = [result.as_dict(stats=False) for result in printer.results]
     only = results[0] if n_texts == len(results) == 1 else {}
     console.answer(

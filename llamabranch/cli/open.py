@@ -18,6 +18,7 @@ from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
 from .console import Console
+from .drafters import open_pair, resolve
 from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
-
-
 PAGE = "Page"
 
 
@@ -55,11 +54,11 @@ def open(
     from llamabranch.loom import Loom, front_of
     from llamabranch.serve.server import Server
 
-    target, drafters = given.resolve(console)
+    names = resolve(given, console)
 
     def open_engine() -> AsyncEngine:
-        context, drafter = given.open_pair(
-            (target, drafters), console, n_texts=_PARALLEL, n_seq_max=_SEQUENCES, prefix_cache=True
+        context, drafter = open_pair(
+            given, names, console, n_texts=_PARALLEL, n_seq_max=_SEQUENCES, prefix_cache=True
         )
         config = given.config()
         return AsyncEngine(context, drafter, config, max_tokens=None, parallel=_PARALLEL)
@@ -75,9 +74,8 @@ def open(
         server = Server(open_engine, replace(settings, port=0), ready, console.note)
         console.note(f"port {port} is taken: using {server.port}")
     loom = Loom(
-        _document(file, target), server.port, lambda: server.service,
-        read_only=read_only,
-        draft="+".join(drafters) or "none",
+        _document(file, names[0]), server.port, lambda: server.service, read_only=read_only,
+        draft="+".join(names[1]) or "none",
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -26,18 +26,9 @@ from .console import Console
 from .files import read_text
 from .interrupts import reporting_errors
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from llamabranch.model import Message
-
-    from ..loading import LoadOptions
-
 # The headings of --help.
 TEXT, SAMPLING, MODEL, OUTPUT = "Text", "Sampling", "Model", "Output"
 DEFAULTS = SamplingParams()
-PromptT = TypeVar("PromptT")
-DEFAULT_PROMPT = "Once upon a time"
 MOST_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
 _REQUEST = {"n", "top_logprobs", "min_tokens", "stop"}  # of `Request`, by -S
@@ -48,13 +39,9 @@ def option(names: str, text: str, panel: str, **more: Any) -> Any:
     return typer.Option(*names.split(), help=text, rich_help_panel=panel, **more)
 
 
-def limit(value: int | None) -> int | None:
-    """Return the limit of tokens; llama.cpp's -1 and -2 become None: until the context is full."""
-    if value in (None, -1, -2):
-        return None
-    if value < 1:
-        raise typer.BadParameter(f"{value} is not at least 1, nor -1 for no limit")
-    return value
+def unless_minus_one(value: int | None) -> int | None:
+    """Return a value; llama.cpp's -1, no limit or a random seed, becomes None."""
+    return None if value == -1 else value
 
 
 Prompts = Annotated[
@@ -82,7 +69,7 @@ class Given:
 
     max_tokens: int | None = shared(
         None, "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT,
-        metavar="N", callback=limit,
+        metavar="N", callback=unless_minus_one,
     )  # fmt: skip
     grammar: str | None = shared(
         None, "--grammar --grammar-file", "A grammar, or its file.", TEXT,
@@ -110,7 +97,7 @@ class Given:
     )
     seed: int | None = shared(
         None, "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
-        callback=lambda value: None if value == -1 else value,
+        callback=unless_minus_one,
     )  # fmt: skip
     settings: list[str] | None = shared(
         None, "-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"
@@ -166,8 +153,8 @@ class Given:
         names = ("temperature", "top_k", "top_p", "min_p")
         flags = {name: getattr(self, name) for name in names}
         SamplingParams(seed=self.seed)  # raises now where the engine gets the seed
-        settings = {**flags, "seed": seed, **self.set("sampling")}
-        return DEFAULTS.replace(**cast("lb.sampling.SamplingSettings", settings))
+        settings: Any = {**flags, "seed": seed, **self.set("sampling")}
+        return DEFAULTS.replace(**settings)
 
     def config(self) -> lb.SpeculativeConfig:
         """Return the settings of drafting; ConfigError for a value out of range."""
@@ -194,19 +181,19 @@ class Given:
         """Whether prompts are messages: by ``--chat``, or by an option that implies it."""
         return self.chat or self.system is not None or "chat_template" in self.set("load")
 
-    def prompt(self, prompt: PromptT) -> PromptT | list[Message]:
+    def prompt(self, prompt: Any) -> Any:
         """Return a prompt for the engine; if `is_chat`, a text becomes the messages of a chat."""
         if not self.is_chat or not isinstance(prompt, str):
             return prompt
         before = [] if self.system is None else [("system", self.system)]
-        return [*before, ("user", str(prompt))]
+        return [*before, ("user", prompt)]
 
     # -- models ------------------------------------------------------------------------------------
 
-    def load_options(self) -> LoadOptions:
+    def load_options(self) -> dict[str, Any]:
         """Return the options that were set, by their names in `llamabranch.load`."""
         choice("--flash-attn", self.flash_attn, _SWITCH)
-        flags: dict[str, Any] = {
+        flags = {
             "n_gpu_layers": self.gpu_layers,
             "n_ctx": self.n_ctx,
             "n_threads": self.threads,
@@ -215,19 +202,7 @@ class Given:
             "flash_attention": _SWITCH[self.flash_attn],
         }
         options = {name: value for name, value in flags.items() if value is not None}
-        return cast("LoadOptions", options | self.set("load"))
-
-    def resolve(
-        self, console: Console, *, has_grammar: bool = False, always: bool = False
-    ) -> tuple[str, tuple[str, ...]]:
-        """Return the names of the target and of its drafters; see `drafters.choose_drafters`."""
-        from .drafters import choose_drafters  # needs NumPy and llama.cpp
-
-        if not always or self.draft not in (None, "auto"):
-            self.announce(console)
-        return choose_drafters(
-            self.model, self.draft, console, has_grammar=has_grammar, always=always
-        )
+        return options | self.set("load")
 
     def announce(self, console: Console) -> str:
         """Return the name of the model; a default is named on standard error, unless with --json."""
@@ -235,62 +210,29 @@ class Given:
             console.note(f"model: {hub.default_model()} (the default; -m names another)")
         return hub.default_model() if self.model is None else self.model
 
-    def open(
-        self, name: str, console: Console, *, n_texts: int = 1, **more: Unpack[LoadOptions]
-    ) -> lb.Context:
+    def open(self, name: str, console: Console, *, n_texts: int = 1, **more: Any) -> lb.Context:
         """Load a model and create a context for it; the end of the command closes both.
 
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        options: dict[str, Any] = {**self.load_options(), **more, **self.set("load")}
+        options = self.load_options() | more | self.set("load")
         if not options.get("n_ctx"):
             trained = trained_length(name) or MOST_CELLS
+            n_texts = min(n_texts, options.get("n_seq_max", n_texts))
             is_whole = options.get("n_ctx") == 0
             options["n_ctx"] = trained if is_whole else min(MOST_CELLS, trained * n_texts)
-        return _load(name, console, **options)
-
-    def open_pair(
-        self,
-        names: tuple[str, tuple[str, ...]],
-        console: Console,
-        *,
-        n_texts: int = 1,
-        **more: Unpack[LoadOptions],
-    ) -> tuple[lb.Context, lb.Drafter]:
-        """Open a target and its drafters by their ``names`` from `resolve`."""
-        from .drafters import MTP, make_drafter
-
-        target, drafters = names
-        of_target: LoadOptions = {"load_mtp": MTP in drafters}
-        of_target.update(more)
-        context = self.open(target, console, n_texts=n_texts, **of_target)
-        of_drafts: LoadOptions = {"n_ctx": context.n_ctx, "n_seq_max": context.n_seq_max}
-        drafter = make_drafter(
-            drafters, lambda name: self._open_draft(name, context, console, of_drafts)
-        )
-        return context, drafter
-
-    def _open_draft(
-        self, name: str, target: lb.Context, console: Console, more: LoadOptions
-    ) -> lb.Context:
-        """Open a drafter for ``target``: a draft model, a head in a separate file, or ``mtp``."""
-        if name == "mtp":
-            return console.resources.enter_context(lb.Context(target.model, target=target))
-        options = self.load_options()
-        options.update(more)
-        options.pop("chat_template", None)
-        is_head = lb.Model.is_head(hub.resolve(name, download=None))
-        return _load(name, console, target=target if is_head else None, **options)
+        return load(name, console, **options)
 
 
 def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator: a command gets these shared options after its own, as a `Given`.
+    """Return a decorator: a command gets these shared options, or all, after its own, as a `Given`.
 
     The function is called with the `Given`, a console, and the values of its own options. Errors end
     the command with one line and an exit code.
     """
     types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
+    names = names or tuple(known)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -316,10 +258,13 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
     return decorate
 
 
-def _load(name: str, console: Console, **options: Any) -> lb.Context:
-    with console.opening(name) as progress:
-        context = lb.load(name, progress=progress, verbose=console.verbose, **options)
-        return console.resources.enter_context(context)
+def load(name: str, console: Console, **options: Any) -> lb.Context:
+    """Load a model and create a context for it; the end of the command closes both."""
+    try:
+        context = lb.load(name, progress=console.loading(name), verbose=console.verbose, **options)
+    finally:
+        console.progress("")
+    return console.resources.enter_context(context)
 
 
 def _setting_names() -> dict[str, set[str]]:

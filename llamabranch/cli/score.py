@@ -69,25 +69,22 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
 
     if against is None:
         found = perplexity(ctx, text, window, progress=progress)
-        figures = {"perplexity": (found.value, found.stderr)}
+        figures: dict[str, tuple[float, float]] = {"perplexity": (found.value, found.stderr)}
     else:
         base = given.open(against, console, n_ctx=window)
         statistics = divergence(base, ctx, text, window, progress=progress).statistics
         figures = {
             "perplexity": statistics.perplexity,
-            "perplexity of the other": statistics.base_perplexity,
-            "KL divergence, nats": statistics.mean,
-            "same most probable token": statistics.same_top,
-            "change of p, rms": statistics.p_change_rms,
+            "perplexity_of_the_other": statistics.base_perplexity,
+            "kl_divergence": statistics.mean,
+            "same_most_probable_token": statistics.same_top,
+            "change_of_p": statistics.p_change_rms,
         }
     console.progress("")
-    rows = [(label, f"{value:.6g} ± {error:.2g}") for label, (value, error) in figures.items()]
-    console.table(("", ""), rows, left=("",))
-    json = {
-        label.partition(",")[0].replace(" ", "_").lower(): {"value": value, "stderr": error}
-        for label, (value, error) in figures.items()
-    }
-    return {"model": name, "against": against, **json}
+    for label, (value, error) in figures.items():
+        console.line(f"{label.replace('_', ' '):<24} {value:.6g} ± {error:.2g}")
+    pairs = {label: {"value": value, "stderr": error} for label, (value, error) in figures.items()}
+    return {"model": name, "against": against, **pairs}
 
 
 def _record(ctx: lb.Context, text: str) -> dict[str, Any]:
@@ -121,16 +118,10 @@ def _print(console: Console, record: dict[str, Any], *, with_tokens: bool) -> No
         console.line(f"{text!r} is a single token, which has no score")
         return
     if with_tokens:
-        rows = [
-            (
-                token["token"],
-                repr(token["text"]),
-                number(token["logprob"], 4),
-                token["rank"],
-                number(token["entropy"], 4),
-            )
-            for token in record["tokens"]
-        ]
+        rows = []
+        for token in record["tokens"]:
+            figures = number(token["logprob"], 4), token["rank"], number(token["entropy"], 4)
+            rows.append((token["token"], repr(token["text"]), *figures))
         console.table([*record["tokens"][0]], rows, left=("text",))
         console.line()
     console.line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import fields
 from typing import Annotated, Any
 
 from llamabranch import AsyncEngine
@@ -13,11 +12,10 @@ from llamabranch.serve import ServeSettings, require_server
 
 from . import options as opt
 from .console import Console
-from .drafters import SUFFIX
+from .drafters import open_pair, resolve
 from .options import Given, option, with_options
 
 SERVER = "Server"
-_FIELDS = [field.name for field in fields(ServeSettings)]
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
@@ -32,10 +30,6 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         option("--api-key", f"A key of clients, also {_KEY_VARIABLE}.", SERVER, metavar="KEY"),
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        option("--allow-origin --cors-origins", "Its pages may call.", SERVER, metavar="ORIGIN"),
     ] = None,
     limits: Annotated[
         list[str] | None,
@@ -56,26 +50,26 @@ def serve(
     require_server()  # before a model is loaded
     logging.basicConfig(format="%(message)s")  # to standard error
     config = given.config()
-    target, drafters = given.resolve(console)
-    if given.draft in (None, "auto") and all(name == SUFFIX for name in drafters):
-        drafters = ("grammar", *drafters)  # text that a schema forces cannot be copied
+    names = resolve(given, console, has_grammar=True)
     params = given.params(given.seed)
-    variable = os.environ.get(_KEY_VARIABLE)
     own: dict[str, Any] = {
         "host": host, "port": port, "parallel": parallel, "max_tokens": given.max_tokens,
         "sampling": params,
-        "api_keys": _parts(api_key or ([variable] if variable else None)),
-        "allow_origins": _parts(allow_origin),
+        "api_keys": _parts(api_key or [os.environ.get(_KEY_VARIABLE, "")]),
     }  # fmt: skip
     more: dict[str, Any] = {
-        name: _parts([value]) if name == "allowed_hosts" else opt.setting_value(value)
-        for name, value in opt.named_values("--limit", limits, {*_FIELDS} - {*own})
+        name: _parts([value])
+        if name in ("allow_origins", "allowed_hosts")
+        else opt.setting_value(value)
+        for name, value in opt.named_values(
+            "--limit", limits, {*ServeSettings.__annotations__} - {*own}
+        )
     }
     serving = ServeSettings(**own, **more)
 
     def open_engine() -> AsyncEngine:
-        context, drafter = given.open_pair(
-            (target, drafters), console, n_texts=parallel, n_seq_max=parallel, prefix_cache=True
+        context, drafter = open_pair(
+            given, names, console, n_texts=parallel, n_seq_max=parallel, prefix_cache=True
         )
         return AsyncEngine(
             context, drafter, config, sampling=params, max_tokens=None,
@@ -89,6 +83,6 @@ def serve(
     server.serve(open_engine, serving, ready=ready, log=console.note)
 
 
-def _parts(given: list[str] | None) -> tuple[str, ...]:
-    parts = [part.strip() for text in given or () for part in text.split(",")]
+def _parts(given: list[str]) -> tuple[str, ...]:
+    parts = [part.strip() for text in given for part in text.split(",")]
     return tuple(filter(None, parts))

@@ -38,11 +38,6 @@ def hub_cache() -> Path:
     return Path.home() / ".cache" / "huggingface" / "hub"
 
 
-def repository_folder(repository: str) -> Path:
-    """Return the folder of a repository in the Hugging Face cache."""
-    return hub_cache() / f"models--{repository.replace('/', '--')}"
-
-
 def find(spec: HubSpec) -> Path | None:
     """Return the file, or the first shard, of the model that ``spec`` names, if all its files are here.
 
@@ -59,7 +54,8 @@ def find(spec: HubSpec) -> Path | None:
 
 def _folders(spec: HubSpec) -> Iterator[Path]:
     """Yield the folders that can have files of a repository."""
-    folder, commit = repository_folder(spec.repository), spec.revision or "main"
+    folder = hub_cache() / f"models--{spec.repository.replace('/', '--')}"
+    commit = spec.revision or "main"
     with contextlib.suppress(OSError, UnicodeDecodeError):  # else it is a commit itself
         commit = (folder / "refs" / commit).read_text("utf-8").strip()
     if re.fullmatch(r"\w{1,64}", commit, re.ASCII):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import ConfigError
 from .caches import PACKAGES, find, own_cache
 from .choice import HubSpec
 
@@ -76,16 +75,13 @@ def draft_for(name: str) -> str | None:
 def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return the entries of ``models.txt`` in order, the bundled pair first."""
     # The wheel has a copy next to the weights; a checkout has the file in its top folder.
-    for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
-        if path.is_file():
-            lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-            return tuple(
-                CatalogueEntry(*map(str.strip, line.split("|")))
-                for line in lines
-                if line and not line.startswith("#")
-            )
-    raise ConfigError(
-        "models.txt is missing from this installation", hint="install llamabranch again"
+    copy, original = _DATA / "models.txt", Path(__file__).parents[2] / "models.txt"
+    text = (copy if copy.is_file() else original).read_text(encoding="utf-8")
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(
+        CatalogueEntry(*map(str.strip, line.split("|")))
+        for line in lines
+        if line and not line.startswith("#")
     )
 
 

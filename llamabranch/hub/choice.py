@@ -60,11 +60,6 @@ class HubSpec:
         return "".join(mark + part for mark, part in parts if part is not None)
 
 
-def is_model(path: str) -> bool:
-    """Return whether a file of a repository is a model, or a shard of one."""
-    return path.endswith(".gguf") and not _SIDECAR.search(path.rpartition("/")[2])
-
-
 def choose(
     paths: Iterable[str], tag: str | None = None, *, file: str | None = None, where: str = "it"
 ) -> tuple[str, ...]:
@@ -81,7 +76,8 @@ def choose(
             the available models.
     """
     files = sorted(paths)
-    models = [path for path in files if is_model(path)]
+    ggufs = [path for path in files if path.endswith(".gguf")]
+    models = [path for path in ggufs if not _SIDECAR.search(path.rpartition("/")[2])]
     if file is not None:
         what, found = f"file {file}", [file] if file in files else []
     elif tag is not None:
@@ -90,7 +86,7 @@ def choose(
         preferred = (path for name in DEFAULT_TAGS for path in _tagged(models, name))
         what, found = "GGUF model", [*preferred, *models]
     if not found:
-        offered = models or [path for path in files if path.endswith(".gguf")]
+        offered = models or ggufs
         hint = f"its files: {', '.join(offered[:12])}" if offered else "is it a GGUF repository?"
         raise ConfigError(f"{where} has no {what}", hint=hint)
     shard = _SHARD.fullmatch(found[0])

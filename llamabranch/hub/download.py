@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import DownloadError, LlamaBranchError
 from ..extras import require
-from .caches import hub_cache, repository_folder
+from .caches import hub_cache
 from .choice import HubSpec, choose
 
 _ACCESS = (
@@ -38,22 +38,21 @@ def download(spec: HubSpec) -> Path:
     """
     require("hub", "downloading", "huggingface_hub")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     # huggingface_hub reads the variable itself, but only when it is imported.
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
-    where = spec.repository
+    where, cache = spec.repository, hub_cache()
     try:
         info = api.model_info(where, revision=spec.revision, files_metadata=True)
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
         names = choose(sizes, spec.tag, file=spec.file, where=where)
-        snapshot = repository_folder(where) / "snapshots" / str(info.sha)
-        missing = [name for name in names if not (snapshot / name).is_file()]
-        if missing:
+        here = {name: try_to_load_from_cache(where, name, cache, info.sha) for name in names}
+        if missing := [name for name, path in here.items() if path is None]:
             megabytes = sum(sizes[name] for name in missing) / 1e6
-            note(f"downloading {where}/{names[0]}: {megabytes:,.1f} MB, to {hub_cache()}")
+            note(f"downloading {where}/{names[0]}: {megabytes:,.1f} MB, to {cache}")
         paths = [
-            api.hf_hub_download(where, name, revision=spec.revision, cache_dir=hub_cache())
+            api.hf_hub_download(where, name, revision=spec.revision, cache_dir=cache)
             for name in names
         ]
     except LlamaBranchError:

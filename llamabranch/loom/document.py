@@ -26,9 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 Number = float | None
-Piece = (
-    str | list[int] | dict[str, str]
-)  # text; bytes that are not text; the name of a control token
+Piece = str | list[int] | dict[str, str]  # text; bytes that are no text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
 _GENERATED = frozenset("sfdbc")
@@ -48,12 +46,11 @@ class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
 
 
 class Head(Record, tag="head", kw_only=True):
-    """The first line: the model and K/V type that the numbers come from."""
+    """The first line: the model that the numbers come from."""
 
     version: int = 1
     model: str = ""
     fingerprint: str = ""
-    kv_type: str = ""
 
 
 class Turn(Struct, omit_defaults=True):
@@ -374,10 +371,10 @@ class Document:
         if self.current is not None and not self.nodes[self.current].hidden:
             yield Change(id=self.current, name="current")
 
-    def learn(self, model: Model, ids: Iterable[int]) -> Pieces | None:
-        """Return a record with the texts of new token ids, None if all are known."""
+    def learn(self, model: Model, ids: Iterable[int]) -> list[Record]:
+        """Return a record with the texts of new token ids, if there are any."""
         new = {token: token_piece(model, token) for token in set(ids) - self.pieces.keys()}
-        return Pieces(p=new) if new else None
+        return [Pieces(p=new)] if new else []
 
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
         """Return the text of tokens as UTF-8. ``names``: control tokens give their names."""

@@ -109,11 +109,21 @@ def export(
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
     if kind in ("json", "html"):
-        whole = _whole(document, title, _HTML_TOP if kind == "html" else None, model)
-        data = _encode(whole if answers is None else {**whole, "answers": answers})
-        if kind == "html":
-            return page.html_file(data, title), f"{safe}.html", "text/html"
-        return data, f"{safe}.json", "application/json"
+        records = [*document.records()]
+        whole = {
+            "format": _MARKER,
+            "version": 1,
+            "title": title,
+            "model": model,
+            "records": records,
+        }
+        if kind == "json":
+            return _encode(whole), f"{safe}.json", "application/json"
+        for record in records:
+            if isinstance(record, Tokens):
+                record.top = [Raw(_encode(decoded(raw)[:_HTML_TOP])) for raw in record.top]
+        data = _encode({**whole, "answers": answers})
+        return page.html_file(data, title), f"{safe}.html", "text/html"
     if kind not in _TEXT_FILES:
         names = ", ".join(("json", "html", *_TEXT_FILES))
         raise ConfigError(f"format must be one of {names}, not {kind!r:.40}")
@@ -121,16 +131,6 @@ def export(
         raise ConfigError("node is needed: this format contains the text of one path")
     suffix, mime = _TEXT_FILES[kind]
     return document.text(node, own=False).encode(), f"{safe}.{suffix}", mime
-
-
-def _whole(document: Document, title: str, top: int | None, model: object) -> Values:
-    records = [*document.records()]
-    for record in records:
-        if top is not None and isinstance(record, Tokens):
-            record.top = [Raw(_encode(decoded(raw)[:top])) for raw in record.top]
-    return {
-        "format": _MARKER, "version": 1, "title": title, "model": model, "records": records,
-    }  # fmt: skip
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -222,16 +222,14 @@ class Live:
 
     def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
         """Return own tokens of a node from ``a`` to ``b``, and where its thoughts and calls are."""
-        columns, service = self.document.columns(node, a, b, top=top), self.service_of()
-        parts = answers(self.document, service.model, node) if service is not None else []
-        return columns | {"answers": parts} if parts else columns
+        columns, parts = self.document.columns(node, a, b, top=top), self.answers([node])
+        return columns | {"answers": parts[node.id]} if parts else columns
 
-    def answers(self) -> dict[str, object]:
-        """Return the thoughts and calls in the answers of each node."""
+    def answers(self, nodes: Iterable[Node]) -> dict[str, object]:
+        """Return the thoughts and calls in the answers of nodes, by their names."""
         service = self.service_of()
         if service is None:
             return {}
-        nodes = self.document.shown()
         parts_by_node = {node.id: answers(self.document, service.model, node) for node in nodes}
         return {name: parts for name, parts in parts_by_node.items() if parts}
 
@@ -274,11 +272,7 @@ class Live:
     # -- jobs ------------------------------------------------------------------------------------------
 
     def start(
-        self,
-        op: str,
-        work: Work,
-        node: Node | None = None,
-        nodes: Sequence[Node] = (),
+        self, op: str, work: Work, node: Node | None = None, nodes: Sequence[Node] = ()
     ) -> PageJob:
         """Start a job. Tabs get its state, and its nodes when it ends."""
         job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes])
@@ -347,42 +341,31 @@ class Live:
 
     # -- tokens ----------------------------------------------------------------------------------------
 
-    def scored(self, name: str, scored: Sequence[Scored], src: str, at: int) -> Tokens:
-        """Return a record of scored tokens. The texts of new ones are added to the document."""
-        tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
-        self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
-        return Tokens(
-            id=name, at=at, ids=[score.token for score in scored],
-            lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
-            rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
-        )  # fmt: skip
-
     def take(self, node: Node, scored: Sequence[Scored], src: str, at: int | None = None) -> None:
         """Append tokens to a node, or set the numbers of its own tokens from number ``at`` on."""
         start = len(node.ids) if at is None else at
-        self.document.apply(self.scored(node.id, scored, src, start))
+        tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
+        self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
+        self.document.apply(Tokens(
+            id=node.id, at=start, ids=[score.token for score in scored],
+            lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
+            rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
+        ))  # fmt: skip
         self.note(node, start, start + len(scored))
 
     def learn(self, ids: Iterable[int]) -> None:
         """Add the texts of new tokens to the document."""
-        pieces = self.document.learn(self.service.model, ids)
-        if pieces is not None:
+        for pieces in self.document.learn(self.service.model, ids):
             self.journal.add(pieces)
 
-    def plain(
-        self,
-        name: str,
-        ids: Sequence[int],
-        src: str,
-        at: int = 0,
-    ) -> list[Record]:
+    def plain(self, name: str, ids: Sequence[int], src: str) -> list[Record]:
         """Return records of tokens without numbers."""
-        n, pieces = len(ids), self.document.learn(self.service.model, ids)
+        n = len(ids)
         new = Tokens(
-            id=name, at=at, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n,
-            src=src * n, top=[Raw(b"[]")] * n,
+            id=name, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n, src=src * n,
+            top=[Raw(b"[]")] * n,
         )  # fmt: skip
-        return [*([pieces] if pieces else ()), *([new] if n else ())]
+        return [*self.document.learn(self.service.model, ids), new] if n else []
 
     def _on_reading(self, job: PageJob, read: PromptProgress) -> None:
         """Report how much of a prompt a job has processed."""
@@ -463,41 +446,27 @@ class Live:
 
     async def score(self, job: PageJob, node: Node) -> None:
         """Score the tokens of a node's text that have no log-probability yet."""
-        parts = node.stretches()
-        unknown = [
-            owner.made.at + i
-            for owner, a, b in parts
+        unknown = {
+            owner.made.at + i: (owner, i)
+            for owner, a, b in node.stretches()
             for i in range(a, b)
             if owner.lp[i] is None and owner.made.at + i
-        ]
-        if not unknown:
+        }
+        if not unknown or job.is_stopped:
             return
-        end = unknown[-1] + 1
-        for scored, position in await self.scored_path(node.tokens(end), unknown[0], job):
-            owner = next(o for o, a, b in parts if o.made.at + a <= position < o.made.at + b)
-            at = position - owner.made.at
-            if owner.lp[at] is None:
-                self.take(owner, [scored], owner.src[at], at)
+        job.names = [f"loom-{job.id}"]
+        request = Request(
+            node.tokens(max(unknown) + 1), max_tokens=0, id=job.names[0],
+            prompt_logprobs=MOST_TOP, logprobs_from=min(unknown),
+        )  # fmt: skip
+        (text,) = await all_texts(self.service, [self._watched(job, request)])
+        scores = dict(enumerate(text.result.prompt_logprobs or ()))
+        for position, (owner, i) in unknown.items():
+            score = scores.get(position)
+            if score is not None and owner.lp[i] is None:
+                self.take(owner, [score], owner.src[i], i)
                 # Sends the tokens from 0 on, because a tab ignores tokens after a gap.
-                self.note(owner, 0, at)
-
-    async def scored_path(
-        self, tokens: Sequence[int], start: int, job: PageJob | None = None
-    ) -> list[tuple[TokenScore, int]]:
-        """Return the scores of tokens from ``start`` on, each with its position."""
-        first = max(1, start)
-        request = Request([*tokens], max_tokens=0, prompt_logprobs=MOST_TOP, logprobs_from=first)
-        scored = enumerate((await self._result(request, job)).prompt_logprobs or ())
-        return [(score, i) for i, score in scored if score is not None]
-
-    async def _result(self, request: Request, job: PageJob | None) -> Result:
-        """Return the result of a request, as part of a job if there is one."""
-        if job is not None:
-            name = f"loom-{job.id}-{token_hex(4)}"
-            request = self._watched(job, replace(request, id=name))
-            job.names = [name]
-        (text,) = await all_texts(self.service, [request])
-        return text.result
+                self.note(owner, 0, i)
 
     async def following(self, tokens: Sequence[int]) -> Produced | None:
         """Return the next token of a text and its alternatives; it is never an end token."""

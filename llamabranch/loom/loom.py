@@ -127,11 +127,10 @@ class Loom(Live):
 
     def ready(self) -> None:
         """Tell the tabs that the model is loaded. A file of another model becomes read-only."""
-        model, ctx = self.service.model, self.service.ctx
+        model = self.service.model
         head, journal = self.document.head, self.journal
         if head is None and journal.read_only is None:
-            fingerprint, kv_type = model.fingerprint, ctx.kv_type
-            self.add(Head(model=model.name, fingerprint=fingerprint, kv_type=kv_type))
+            self.add(Head(model=model.name, fingerprint=model.fingerprint))
         elif head is not None and not model.is_of(head.fingerprint):
             journal.read_only = journal.read_only or (
                 f"it was written with the model {head.model}, and this is {model.name}. To read it "
@@ -254,15 +253,9 @@ class Loom(Live):
         """Return the answer for an operation whose job still runs."""
         return {"job": job.id, "nodes": [self.document.node_fields(node) for node in nodes]}
 
-    def start_scoring(self, *nodes: Node) -> PageJob:
-        """Start a job that scores the tokens without numbers in these nodes' texts."""
-
-        async def work(job: PageJob) -> None:
-            for node in nodes:
-                if not job.is_stopped:
-                    await self.score(job, node)
-
-        return self.start("score", work, nodes[0])
+    def start_scoring(self, node: Node) -> PageJob:
+        """Start a job that scores the tokens without numbers in a node's text."""
+        return self.start("score", lambda job: self.score(job, node), node)
 
     def copied(self, found: Document | Sequence[Item]) -> list[Record]:
         """Return records that add the content of another file, with new names."""
@@ -277,8 +270,7 @@ class Loom(Live):
                 case Tokens():
                     self.service.model.check_tokens(record.ids)
                     named = (t for raw in record.top for t, _ in decoded(raw))
-                    pieces = self.document.learn(self.service.model, [*record.ids, *named])
-                    records += [pieces] if pieces else []
+                    records += self.document.learn(self.service.model, [*record.ids, *named])
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]

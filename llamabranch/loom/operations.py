@@ -162,9 +162,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
     root = beginning(node)
     name = document.name()
-    record = Made(id=name, kind="chat", by="user", tools=do.tools, variables=root.variables)
-    if do.node is not None:
-        record.tools = []
+    record = Made(id=name, kind="chat", by="user", variables=root.variables)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -193,9 +191,8 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
     if record.parent is None:
         record.tools = root.tools or do.tools
-    (new_node,) = loom.make(
-        [record, *loom.plain(name, new.ids, "t" if record.parent else "p")], do.cid
-    )
+    tokens = loom.plain(name, new.ids, "t" if record.parent else "p")
+    (new_node,) = loom.make([record, *tokens], do.cid)
     job = loom.start_scoring(new_node)
     return {"node": document.node_fields(new_node), "same": False, "job": job.id}
 

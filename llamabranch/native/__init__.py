@@ -20,13 +20,12 @@ from .library import (
     uses_amx,
 )
 from .model import ModelHandle
-from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
+from .sampler import CandidateBuffer, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
 
 __all__ = [
     "CandidateBuffer",
     "ContextHandle",
-    "GrammarHandle",
     "ModelHandle",
     "NativeContextParams",
     "SamplerHandle",

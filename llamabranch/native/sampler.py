@@ -12,10 +12,8 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 from typing_extensions import Self
 
-from ..errors import GrammarError
 from . import core
 from .handle import Handle
-from .library import logged_reason, recorded_log
 from .model import ModelHandle
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -126,26 +124,3 @@ def softmax_agrees() -> bool:
     finally:
         C.llama_sampler_free(top_p)
     return np.array_equal(buffer.probs, core.softmax(logits))
-
-
-class GrammarHandle(SamplerHandle):
-    """A grammar with its state: the position in the grammar after the tokens accepted so far.
-
-    The caller has checked the grammar: llama.cpp's parser prints its errors to standard error instead of
-    its log.
-    """
-
-    def __init__(self, model: ModelHandle, gbnf: str) -> None:
-        with recorded_log():
-            ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), b"root")
-        if not ptr:
-            reason = logged_reason("llama.cpp printed the reason to standard error")
-            raise GrammarError(f"llama.cpp rejects the grammar: {reason}")
-        super().__init__(ptr, model)
-
-    def allows(self, token: int, probe: CandidateBuffer) -> bool:
-        """Return True if ``token`` may come next; accepting another one would abort the process."""
-        probe.fill(np.zeros(1, dtype=np.float32), np.array([token], dtype=np.int32))
-        self.apply(probe)
-        _, logits = probe.read()
-        return len(logits) == 1 and bool(logits[0] > -np.inf)

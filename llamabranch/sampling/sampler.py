@@ -22,7 +22,7 @@ from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
 from .constraint import ConstraintState
 from .distribution import Distribution, candidates, falling
 from .grammar import Grammar
-from .grammar.grammar import GrammarState
+from .grammar.guidance import Matcher
 from .noise import MIXTURE, uniform
 from .params import SamplingParams
 
@@ -372,7 +372,7 @@ class Sampler:
             )
         return processed
 
-    def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
+    def _allowed(self, state: Matcher, logits: LogitsArray) -> npt.NDArray[np.intp]:
         """Return the tokens that the grammar allows, ascending, without those whose logit is -inf."""
         # Truncation must not get an array without candidates.
         allowed = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))

@@ -23,7 +23,7 @@ from ..generation.drafter import (
 from ..generation.text import Text
 from ..model import Model, token_list
 from ..sampling import Distribution
-from ..sampling.grammar.grammar import GrammarState
+from ..sampling.grammar.guidance import Matcher
 from .copying import SuffixDrafter
 from .head import MTPDrafter
 
@@ -249,7 +249,7 @@ class GrammarDrafter(_Combined):
 class _ForcedState:
     """A grammar's state after the tokens from ``start`` to ``n_seen``, and the state of ``values``."""
 
-    def __init__(self, grammar: GrammarState, start: int, values: DraftState) -> None:
+    def __init__(self, grammar: Matcher, start: int, values: DraftState) -> None:
         self._first = grammar  # before any token
         self._grammar = grammar.clone()
         self._start = self._n_seen = start
@@ -279,7 +279,7 @@ class _ForcedState:
         self,
         draft: Draft,
         tokens: Sequence[int],
-        grammar: GrammarState,
+        grammar: Matcher,
         length: DraftLength,
         limit: int,
     ) -> None:
@@ -306,7 +306,7 @@ class _ForcedState:
         self,
         draft: Draft,
         tokens: Sequence[int],
-        grammar: GrammarState,
+        grammar: Matcher,
         length: DraftLength,
         limit: int,
     ) -> bool:

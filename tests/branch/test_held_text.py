@@ -61,22 +61,43 @@ def shown(items: list[lb.Produced]) -> str:
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
-def test_generation_emits_it_before_the_cache_full_error(
-    which: str, small: Context, draft_ctx: Context, pieces: list[str], params: SamplingParams
+@pytest.mark.parametrize(
+    ("caller", "end"), [("speculator", "capacity"), ("engine", "capacity"), ("engine", "cancelled")]
+)
+def test_it_is_emitted_at_the_end(
+    caller: str,
+    end: str,
+    which: str,
+    small: Context,
+    draft_ctx: Context,
+    pieces: list[str],
+    params: SamplingParams,
 ) -> None:
-    n = N_CTX - N_PROMPT + 1  # the last one needs no cell
-    speculator = lb.Speculator(small, make(which, draft_ctx), lb.SpeculativeConfig(draft_k=3))
-    generation = speculator.generate(
-        [5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(pieces, n)
-    )
+    n = N_CTX - N_PROMPT + 1 if end == "capacity" else 6  # the last one needs no cell
+    config = lb.SpeculativeConfig(draft_k=3 if end == "capacity" else 0)
+    drafter, prompt, stop = make(which, draft_ctx), [5] * N_PROMPT, stop_after(pieces, n)
     items: list[lb.Produced] = []
-    with pytest.raises(CacheFullError):
-        for item in generation:
-            items.append(item)
-    assert shown(items) == generation.text == "".join(pieces[:n])
-    assert [item.token for item in items[:-1]] == generation.tokens
-    assert generation.finish_reason == "capacity"
-    assert list(generation) == []
+    done: Any = None
+    if caller == "speculator":
+        speculator = lb.Speculator(small, drafter, config)
+        done = speculator.generate(prompt, max_tokens=None, sampling=params, stop=stop)
+        with pytest.raises(CacheFullError):
+            for item in done:
+                items.append(item)
+        assert [item.token for item in items[:-1]] == done.tokens
+        assert list(done) == []
+    else:
+        engine = Engine(small, drafter, config, max_tokens=None)
+        request = Request(prompt, max_tokens=None, sampling=params, stop=stop)
+        for event in engine.stream([request]):
+            assert done is None
+            done = event.result
+            if event.emitted is not None:
+                items.append(event.emitted)
+                if end == "cancelled" and len(items) == n:
+                    engine.abort("0")
+    assert done.finish_reason == end and len(done.tokens) == n
+    assert shown(items) == done.text == "".join(pieces[:n])
 
 
 @pytest.mark.parametrize("how", ["close", "interrupt", "session", "close at the full cache"])
@@ -136,32 +157,3 @@ def test_session_has_it_in_its_text_and_goes_on_when_there_is_room(
             emitted += item.text
         assert session.finish_reason == "stop"
         assert session.text == emitted == "".join(pieces[: n - 4])
-
-
-@pytest.mark.parametrize("which", DRAFTERS)
-@pytest.mark.parametrize("end", ["capacity", "cancelled"])
-def test_engine_emits_it(
-    end: str,
-    which: str,
-    small: Context,
-    draft_ctx: Context,
-    pieces: list[str],
-    params: SamplingParams,
-) -> None:
-    n = N_CTX - N_PROMPT + 1 if end == "capacity" else 6
-    request = Request([5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(pieces, n))
-    config = lb.SpeculativeConfig(draft_k=3 if end == "capacity" else 0)
-    engine = Engine(small, make(which, draft_ctx), config, max_tokens=None)
-    items: list[lb.Produced] = []
-    result = None
-    for event in engine.stream([request]):
-        assert result is None
-        result = event.result
-        if event.emitted is not None:
-            items.append(event.emitted)
-            if end == "cancelled" and len(items) == n:
-                engine.abort("0")
-    assert result is not None
-    assert result.finish_reason == end
-    assert len(result.tokens) == n
-    assert shown(items) == result.text == "".join(pieces[:n])

@@ -236,28 +236,16 @@ def saved(small_ctx: lb.Context, tmp_path: Path) -> Path:
 
 
 def _mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    kind = rng.integers(6)
-    at = int(rng.integers(len(data)))
-    if rng.random() < 0.4:
-        at = int(rng.integers(min(700, len(data))))  # header and metadata, a small part of the file
-    changed = bytearray(data)
-    if kind == 0:
-        changed[at] ^= 1 << int(rng.integers(8))
-    elif kind == 1:
-        changed = changed[:at]
-    elif kind == 2:
-        changed += rng.bytes(int(rng.integers(1, 40)))
-    elif kind == 3:
-        n = int(rng.integers(1, 64))
-        changed[at : at + n] = rng.bytes(n)
-    elif kind == 4:  # a piece of the file over another one
-        source, n = int(rng.integers(len(data))), int(rng.integers(1, 200))
-        changed[at : at + n] = data[source : source + n]
-    else:
-        word = struct.pack("<I", int(rng.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 20])))
-        at &= ~3
-        changed[at : at + 4] = word
-    return bytes(changed)
+    """Flip a bit, or replace some bytes by as many or others: insert, remove, cut, overwrite."""
+    is_early = rng.random() < 0.4  # in header or metadata, a small part of the file
+    at = int(rng.integers(min(700, len(data)) if is_early else len(data)))
+    if rng.random() < 0.3:
+        return data[:at] + bytes([data[at] ^ 1 << int(rng.integers(8))]) + data[at + 1 :]
+    n_old, n_new = (int(rng.choice([0, 1, 4, 40, 200])) for _ in range(2))
+    end = len(data) if rng.random() < 0.2 else at + n_old
+    source = int(rng.integers(len(data)))
+    new = (rng.bytes(n_new), b"\xff" * n_new, data[source : source + n_new])[rng.integers(3)]
+    return data[:at] + new + data[end:]
 
 
 def test_no_mutated_file_is_accepted(small_ctx: lb.Context, saved: Path) -> None:

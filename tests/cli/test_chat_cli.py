@@ -198,14 +198,14 @@ def test_only_a_newline_ends_a_turn_of_a_pipe_and_a_saved_chat_goes_on(tmp_path:
     more = ("-n", "3", "-sys", "Be kind.", "--top-k", "7")
     before = said(kept, *OPTIONS, *more, stdin="\n".join([*odd, "One", "", "day", "/retry"]))
     assert [m["user"] for m in before["exchanges"]] == [*odd, "One", "day", "day"]
-    assert before["lines"][0]["system"] == "Be kind."
+    assert before["system"] == "Be kind."
     after = said(kept, *OPTIONS[:-2], "--load", kept, "-p", "What else?", stdin="And then?")
     assert after["exchanges"][: len(odd) + 3] == before["exchanges"]
     assert [m["user"] for m in after["exchanges"][-2:]] == ["What else?", "And then?"]
     settings = after["sampling"]["top_k"], after["sampling"]["seed"], after["max_tokens"]
     assert settings == (7, 4, 3)
     other = said(kept, *OPTIONS, "--load", kept, "-sys", "Be short.", stdin="Again")
-    assert other["lines"][-1]["system"] == "Be short."
+    assert other["system"] == "Be short."
 
 
 def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ HEADINGS = (
     "1. Eight answers that share one prompt",
     "2. A function edited",
     "3. A text as JSON",
-    "4. Three endings, ranked by the model",
 )
 # A smaller demo of the bundled model, run in another process.
 SETTINGS = {"N_STEPS": 8, "MOST_TOKENS": 24, "TEXT_S": 1e3}  # however slow this machine is
@@ -46,7 +45,7 @@ def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source(columns: 
     assert "\x1b[35m" in shown  # forced by the grammar
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
     assert all(heading in text for heading in HEADINGS)
-    generated = text[text.index(HEADINGS[1]) : text.index(HEADINGS[3])]
+    generated = text[text.index(HEADINGS[1]) : text.index("This took ")]
     assert max(map(len, text.replace(generated, "").splitlines())) <= columns
     if columns == 80:
         assert len(text[text.index(HEADINGS[0]) :].splitlines()) <= 80
@@ -58,10 +57,9 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert result.exit_code == 0, result.stderr
     assert "\x1b" not in result.stdout
     assert all(heading in result.stdout for heading in HEADINGS)
-    rows = {line.split("  ")[0]: line.split()[-2:] for line in result.stdout.splitlines() if line}
     n_prompt = int(re.findall(r"share one prompt of (\d+)", result.stdout)[0])
-    assert rows["tokens evaluated a text"] == [str(n_prompt // 8 + 8), str(n_prompt + 8)]
     output = " ".join(result.stdout.split())
+    assert f"a text costs {n_prompt // 8 + 8} tokens instead of {n_prompt + 8}," in output
     assert len(re.findall(r"\d\.\d times as fast, the same texts\.", output)) == 1
     drafted = r"\d\.\d times as fast, the same text\. \d+ decodes instead of \d+, no draft model\."
     assert len(re.findall(drafted, output)) == 2

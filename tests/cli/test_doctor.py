@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 from dataclasses import replace
-from typing import Any
 
 import commands
 import pytest
@@ -60,35 +58,6 @@ def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known()
     done = without("generate", "--json", "-p", "x")
     assert done.returncode == 1
     assert done.stderr.startswith("error: generate cannot be loaded: ")
-
-
-@pytest.mark.parametrize("invariant", [True, False])
-def test_texts_may_differ_where_batches_are_not_exact(
-    invariant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate, calls = lb.Engine.generate, itertools.count()
-
-    def other(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
-        results = generate(self, requests)
-        results[0].tokens = [next(calls)]
-        return results
-
-    def load(name: str, **options: Any) -> lb.Context:
-        ctx = loaded(name, **options)
-        why: Any = {"exact": invariant, "exact_reason": "rounding"}
-        ctx.capabilities = replace(ctx.capabilities, **why)
-        return ctx
-
-    loaded = lb.load
-    monkeypatch.setattr(lb, "load", load)
-    monkeypatch.setattr(lb.Engine, "generate", other)
-    shown, label = run().stdout, "FAIL" if invariant else "ok  "
-    why = "" if invariant else ", which is allowed: rounding"
-    for name, kind in (
-        ("four texts in one batch", "each text as it is alone"),
-        ("speculative decoding", "the text of plain decoding"),
-    ):
-        assert f"{label}  {name}: not {kind}{why}\n" in shown
 
 
 @pytest.mark.parametrize("part", ["a text", "an engine", "the accounting"])

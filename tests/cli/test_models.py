@@ -107,7 +107,7 @@ def test_models_lists_every_entry_in_order_with_its_draft_and_whether_it_is_here
     assert "Made from it when first used: smollm2-135m:Q8_0, " in lines[-1]
     listed = {entry["name"]: entry for entry in answer("models", **caches)["models"]}
     assert (listed["qwen3-4b"]["draft"], listed["qwen3-0.6b"]["draft"]) == ("qwen3-0.6b", None)
-    present = {name for name, entry in listed.items() if entry["present"]}
+    present = {name for name, entry in listed.items() if entry["path"]}
     assert present - {"smollm2-135m"} == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
 
 

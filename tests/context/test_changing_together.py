@@ -12,19 +12,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import toys
+from tracing import Place, Tracer
 
 import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.context.memory import Memory
+from llamabranch.errors import SnapshotError
 from llamabranch.native import ContextHandle, max_sequences
 from llamabranch.native.interrupts import HeldInterrupts
 
@@ -34,13 +35,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "in order, prefix cache": ("llama", {"exact": True, "prefix_cache": True}),
     "own cells": ("llama", {"kv_unified": False}),
     "window": ("gemma3", {"kv_type": "bf16"}),
+    "in order, decoded again": ("llama", {"exact": True}),
     "window, cells used again": ("gemma3", {"swa_full": False, "kv_type": "bf16"}),
     "recurrent": ("mamba", {}),
     "hybrid": ("lfm2", {}),
 }
 TOKENS = [5 + i * 7 % 200 for i in range(60)]
-CONTEXT = str(Path(lb.__file__).parent / "context")
-Place = tuple[str, int]
+CONTEXT = Path(lb.__file__).parent / "context"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,7 +52,9 @@ def opened(
     path = tmp_path_factory.mktemp("toy") / "toy.gguf"
     toys.write_toy(path, architecture, vocab="bytes", seed=3)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with lb.Model(path) as model:
+    with lb.Model(path) as model, pytest.MonkeyPatch.context() as patch:
+        if request.param == "in order, decoded again":  # as where K/V cannot be copied
+            patch.setattr(Memory, "can_move", False)
         yield model, {"n_ctx": 4 * 256, "n_seq_max": 4, "n_threads": 1, **options}
     signal.signal(signal.SIGINT, previous)
 
@@ -123,28 +126,9 @@ def world(opened: tuple[lb.Model, dict[str, Any]]) -> Iterator[World]:
     made.clean.close()
 
 
-class Tracer:
-    """Calls ``act`` once at line ``target`` of ``context/``; notes the lines that are passed."""
-
-    def __init__(self, act: Callable[[], object], target: Place | None = None) -> None:
-        self.act, self.target = act, target
-        self.passed: dict[Place, None] = {}
-
-    def __call__(self, frame: FrameType, event: str, _arg: object) -> Tracer | None:
-        if not frame.f_code.co_filename.startswith(CONTEXT):
-            return None
-        place = frame.f_code.co_filename, frame.f_lineno
-        if event == "line":
-            self.passed[place] = None
-            if place == self.target:
-                self.target = None
-                self.act()
-        return self
-
-
 def test_ctrl_c_at_every_line(world: World) -> None:
     def run(target: Place | None) -> dict[Place, None]:
-        tracer = Tracer(lambda: os.kill(os.getpid(), signal.SIGINT), target)
+        tracer = Tracer(CONTEXT, lambda: os.kill(os.getpid(), signal.SIGINT), target)
         sys.settrace(tracer)
         try:
             world.act()
@@ -165,22 +149,29 @@ def test_ctrl_c_at_every_line(world: World) -> None:
 
 
 NATIVE = ("clear", "copy", "remove", "set_state", "set_partial_state", "state", "partial_state")
+FAILURES: list[tuple[str, type[BaseException]]] = [
+    *((name, KeyboardInterrupt) for name in NATIVE),
+    ("set_state", SnapshotError), ("set_partial_state", SnapshotError),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize(("name", "error"), FAILURES)
 def test_an_exception_after_every_native_call(
-    name: str, world: World, monkeypatch: pytest.MonkeyPatch
+    name: str, error: type[BaseException], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a signal that arrives during the call."""
+    """As a signal that arrives during the call; or llama.cpp refuses a state."""
     real, counts = getattr(ContextHandle, name), [0, 0]  # calls so far; the one that raises
 
     def raising(*arguments: Any) -> Any:
-        result = real(*arguments)
-        if threading.current_thread() is not threading.main_thread():
-            return result  # there are no signals
+        is_signal = error is KeyboardInterrupt
+        if is_signal and threading.current_thread() is not threading.main_thread():
+            return real(*arguments)  # there are no signals
         counts[0] += 1
+        if counts[0] == counts[1] and not is_signal:
+            raise error("llama.cpp refuses it")
+        result = real(*arguments)
         if counts[0] == counts[1]:
-            raise KeyboardInterrupt
+            raise error
         return result
 
     monkeypatch.setattr(ContextHandle, name, raising)
@@ -189,13 +180,13 @@ def test_an_exception_after_every_native_call(
     world.check()
     for i in range(n_calls):
         counts[:] = 0, i + 1
-        with suppress(KeyboardInterrupt):
+        with suppress(error):
             world.act()
         counts[1] = -1
         try:
             world.check()
-        except AssertionError as error:
-            raise AssertionError(f"after call {i} of {n_calls}") from error
+        except AssertionError as difference:
+            raise AssertionError(f"after call {i} of {n_calls}") from difference
 
 
 def test_a_held_ctrl_c_does_not_stop_a_compaction(

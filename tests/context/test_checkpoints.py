@@ -6,9 +6,8 @@ are about what checkpoints save, what they cost, and what happens without them.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ import pytest
 import toys
 from drafts import counting
 from llama_cpp import llama_cpp as C
+from random_programs import N_CELLS, N_SEQ, Alone, Program
 from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams
 from llamabranch.context.checkpoints import Checkpoint, Checkpoints
 from llamabranch.context.memory import States
-from llamabranch.errors import CapacityError, DecodeInterruptedError, SnapshotError
+from llamabranch.errors import SnapshotError
 
 ENDLESS = {1: -np.inf}
 OPTIONS: dict[str, Any] = {
@@ -182,16 +182,6 @@ def test_a_prefix_that_was_read_is_forked_from_its_checkpoint(ctx: Context) -> N
 # -- limits and failures -----------------------------------------------------------------------------
 
 
-def test_a_rewind_beyond_the_oldest_checkpoint_reads_the_text_again(ctx: Context) -> None:
-    with Branch.start(ctx, TEXT[:100]) as branch, counting(ctx) as counts:
-        branch.extend(TEXT[100:120])
-        branch.rewind(70)
-        row = branch.logits
-        assert sum(counts) == 20 + 70
-        with Branch.start(ctx, TEXT[:70]) as again:
-            np.testing.assert_allclose(row, again.logits, atol=rounding(ctx, 0.1))
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -259,87 +249,30 @@ def test_a_state_that_cannot_be_kept_or_put_back_is_read_again(
 # -- any order ---------------------------------------------------------------------------------------
 
 
-class Walk:
-    """Branches that grow, fork, rewind and end in a small context, with their ``texts``."""
+class Walk(Program):
+    """A program that mostly grows, forks and rewinds branches, in a context with few checkpoints."""
 
-    def __init__(self, ctx: Context, clean: Context, allowed: float, seed: int) -> None:
-        self.ctx, self.clean, self.allowed = ctx, clean, allowed
-        self.dice = random.Random(seed)
-        self.texts: dict[Branch, list[int]] = {}
-        self.n_returned = 0
-        self.start()
-        self.start()
-
-    def some(self, most: int) -> list[int]:
-        start = self.dice.randrange(100)
-        return TEXT[start : start + self.dice.randint(1, most)]
-
-    def add(self, act: Callable[[], Branch], tokens: list[int]) -> None:
-        with suppress(CapacityError):
-            self.texts[act()] = list(tokens)
-
-    def start(self) -> None:
-        tokens = self.some(70)
-        self.add(lambda: Branch.start(self.ctx, tokens), tokens)
-
-    def pick(self) -> tuple[Branch, list[int]]:
-        return self.dice.choice(list(self.texts.items()))
-
-    def grow(self) -> None:
-        (branch, tokens), more = self.pick(), self.some(40)
-        with suppress(CapacityError):
-            if self.dice.random() < 0.5:
-                branch.append(more)
-            else:
-                branch.extend(more)
-            tokens += more
-
-    def step(self) -> None:
-        branch, tokens = self.pick()
-        with suppress(CapacityError):
-            for token in self.some(12):
-                branch.commit(token)
-                tokens.append(token)
-
-    def fork(self) -> None:
-        branch, tokens = self.pick()
-        self.add(branch.fork, tokens)
+    def __init__(self, ctx: Context, alone: Alone, seed: int, tally: Counter[str]) -> None:
+        super().__init__(ctx, alone, seed, tally)
+        self.acts = [self.start, self.serve, *[self.on_a_branch] * 5, *[self.rewind] * 4]
+        self.rounding = rounding(ctx, 0.1)
+        memory = self.memory = ctx.kv_cache
+        assert isinstance(memory, States)
+        memory.every, memory.apart = 9, 4
 
     def rewind(self) -> None:
-        branch, tokens = self.pick()
-        position = self.dice.randint(1, len(tokens))
-        usable = self.ctx.kv_cache.usable(branch.seq_id, position)
-        self.n_returned += 0 < usable < len(tokens)
-        branch.rewind(position)
-        del tokens[position:]
-        with suppress(CapacityError):
-            if self.dice.random() < 0.5:
-                branch.produce()
+        if self.branches:
+            branch = self.random.choice(self.branches)
+            for token in self.tokens(12):
+                branch.commit(token)
+            position = self.random.randint(1, branch.position)
+            usable = self.memory.usable(branch.seq_id, position)
+            self.tally["returned"] += 0 < usable < branch.position
+            branch.rewind(position)
 
-    def prune(self) -> None:
-        branch, _ = self.pick()
-        for child in branch.children:
-            child.detach()
-        branch.prune()
-        del self.texts[branch]
-
-    def interrupt(self) -> None:
-        self.ctx.interrupt()
-        with pytest.raises((DecodeInterruptedError, CapacityError)):
-            self.pick()[0].append(self.some(40))
-        self.ctx.resume()
-
-    def restore(self) -> None:
-        branch, tokens = self.pick()
-        with suppress(CapacityError):
-            saved = branch.snapshot()
-            self.add(lambda: Branch.restore(self.ctx, saved), tokens)
-
-    def compare(self) -> None:
-        branch, tokens = self.pick()
-        assert branch.tokens == tokens
-        with suppress(CapacityError), Branch.start(self.clean, tokens) as alone:
-            np.testing.assert_allclose(branch.logits, alone.logits, atol=self.allowed)
+    def act(self) -> None:
+        super().act()
+        assert 0 <= self.memory.checkpoints.n_bytes <= self.ctx.params.checkpoint_ram
 
 
 @pytest.mark.parametrize("n_kept", [5, 1000])
@@ -347,25 +280,11 @@ def test_any_order_of_steps_leaves_each_text_as_it_is_alone(ctx: Context, n_kept
     """``n_kept``: how many checkpoints there is room for."""
     with Branch.start(ctx, TEXT[:64]):
         size = ctx.kv_cache.checkpoints.n_bytes  # type: ignore[attr-defined]
-    options = {**OPTIONS, "n_ctx": 512, "checkpoint_ram": n_kept * size}
-    allowed, n_returned = rounding(ctx, 0.1), 0
-    acts = ("start", "grow", "grow", "step", "fork", "rewind", "rewind", "rewind", "prune")
+    tight = {"n_ctx": N_CELLS, "n_seq_max": N_SEQ, "checkpoint_ram": n_kept * size}
+    alone, tally = Alone(ctx), Counter[str]()
     for seed in range(6):
-        with Context(ctx.model, **options) as tight:
-            memory = tight.kv_cache
-            assert isinstance(memory, States)
-            memory.every, memory.apart = 9, 4
-            walk = Walk(tight, ctx, allowed, seed)
-            for _ in range(80):
-                act = walk.dice.choice((*acts, "interrupt", "restore", "compare"))
-                if act != "prune" or len(walk.texts) > 2:
-                    getattr(walk, act)()
-                tight.audit()
-                assert 0 <= memory.checkpoints.n_bytes <= n_kept * size
-            for _ in range(6):
-                walk.compare()
-            n_returned += walk.n_returned
-            while walk.texts:
-                walk.prune()
-            assert memory.checkpoints.n_bytes == 0
-    assert n_returned > 10
+        with Context(ctx.model, **{**OPTIONS, **tight}) as small:
+            walk = Walk(small, alone, seed, tally)
+            walk.run(40)
+            assert walk.memory.checkpoints.n_bytes == 0
+    assert tally["returned"] > 10 and tally["comparisons"] > 100, tally

@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import toys
 import llamabranch as lb
 from llamabranch import Branch, Context, errors
 from llamabranch.errors import (
+    CacheFullError,
     ContextLengthWarning,
     DecodeError,
     LlamaBranchError,
@@ -167,6 +168,26 @@ def test_long_contexts(which: str, n: int, request: pytest.FixtureRequest) -> No
 
 
 # -- capacity ------------------------------------------------------------------------------------
+
+
+def test_full_cache_with_raw_sequences_loses_the_order_and_continues(target: lb.Model) -> None:
+    """The context does not know the tokens of raw sequences, so it cannot be compacted."""
+    with Context(target, n_ctx=256, n_seq_max=8, n_threads=1, exact=True) as ctx:
+        ctx.decode([5] * 80, 0, 0)
+        branch = Branch.start(ctx, [6] * 80)
+        ctx.kv_cache_remove(0, 20)
+        usage = ctx.usage()
+        assert (usage.cells_reserved, usage.in_order) == (60, True)
+        branch.extend([7] * 150)
+        usage = ctx.usage()
+        assert (usage.cells_used, usage.cells_reserved, usage.in_order) == (250, 0, False)
+        ctx.audit()
+        with pytest.raises(CacheFullError):
+            branch.extend([8] * 7)
+        assert branch.position == 230
+        branch.prune()
+        ctx.kv_cache_clear()
+        assert ctx.usage().in_order
 
 
 def test_exhausted_sequences_name_their_holders(ctx: Context) -> None:
@@ -320,25 +341,6 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
         branch.commit(4)  # it has warned
         ctx.decode([2] * 10, 300)
         ctx.audit()
-
-
-@pytest.mark.parametrize(
-    "decode",
-    [
-        lambda branch: branch.ctx.decode([2] * 301, 0), lambda branch: branch.prefill([2] * 50),
-        lambda branch: branch.extend([3, 4, 5]),
-    ],
-    ids=["decode", "prefill", "extend"],
-)  # fmt: skip
-def test_every_way_of_decoding_notices_the_trained_length(
-    decode: Callable[[Branch], object], short_toy: lb.Model
-) -> None:
-    with Context(short_toy, n_ctx=1024, n_seq_max=4, n_batch=128, n_threads=1) as ctx:
-        branch = Branch.create(ctx)
-        branch.prefill([2] * 298)
-        with pytest.warns(ContextLengthWarning) as caught:
-            decode(branch)
-        assert len(caught) == 1
 
 
 def test_rope_settings_of_ones_own_stretch_the_length(short_toy: lb.Model) -> None:

@@ -201,29 +201,3 @@ def test_the_old_name_means_the_same(target: lb.Model) -> None:
             assert ctx.params.exact is is_exact
     with pytest.raises(lb.ConfigError, match="exact must be True or False"):
         Context(target, exact="auto")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"kv_type": "f16"}, "the K/V type is f16"),
-        ({"flash_attention": False}, "flash attention is off"),
-    ],
-)
-def test_settings_that_cannot_be_exact_are_refused(
-    target: lb.Model, options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=f"cannot be exact: {reason}"):
-        Context(target, n_ctx=256, n_threads=1, exact=True, **options)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [("gemma3", "sliding window"), ("mamba", "recurrent memory"), ("lfm2", "hybrid memory")],
-)
-def test_memory_that_cannot_be_exact_is_refused(
-    architecture: str, reason: str, tmp_path: Path
-) -> None:
-    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
-    with pytest.raises(UnsupportedError, match=f"cannot be exact: .*{reason}"):
-        lb.load(path, n_ctx=256, n_threads=1, exact=True)

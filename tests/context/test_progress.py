@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,7 @@ from decodes import hooked
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
-from llamabranch import AsyncEngine, Branch, Chat, Context, Engine, Request
+from llamabranch import Branch, Chat, Context, Engine, Request
 from llamabranch.context import PromptProgress
 from llamabranch.errors import ConfigError
 
@@ -135,15 +134,6 @@ def test_engine_tells_of_each_prompt_what_the_last_decode_has_read_of_it(ctx: Co
     a, b = ([p for name, p in seen if name == prompt_id] for prompt_id in "ab")
     check(a, STEPS, 100)
     assert b[0].n_cached == 64 and b[-1].n_read == b[-1].n_total == 84
-
-
-def test_async_engine_has_the_events(ctx: Context) -> None:
-    async def ask() -> list[PromptProgress]:
-        async with AsyncEngine(ctx, None) as engine:
-            events = engine.generate(Request(PROMPT, max_tokens=2, prompt_progress=True))
-            return [event.progress async for event in events if event.progress is not None]
-
-    check(asyncio.run(ask()), STEPS, 100)
 
 
 def test_preempted_text_tells_that_it_is_read_again(target: lb.Model) -> None:

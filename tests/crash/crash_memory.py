@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,6 @@ from llamabranch import (
 )
 from llamabranch.errors import (
     BranchStateError,
-    CacheFullError,
     ConfigError,
     TokenizeError,
     UnsupportedError,
@@ -60,14 +58,7 @@ def _after(w: World, logits: str = "last") -> Context:
 refuses(
     "decode",
     TokenizeError,
-    token_minus_one=lambda w: w.ctx.decode([-1], 0),
     token_n_vocab=lambda w: w.ctx.decode([1, w.model.n_vocab], 0),
-    token_two_to_31=lambda w: w.ctx.decode([1 << 31], 0),
-    token_two_to_64=lambda w: w.ctx.decode([1 << 64], 0),
-    token_text=lambda w: w.ctx.decode("ab", 0),  # type: ignore[arg-type]
-    token_none=lambda w: w.ctx.decode([None], 0),  # type: ignore[list-item]
-    token_fraction=lambda w: w.ctx.decode([1.5], 0),  # type: ignore[list-item]
-    surprisal_token=lambda w: w.ctx.model_surprisal(-1),
 )
 refuses(
     "decode",
@@ -84,10 +75,7 @@ refuses(
     base_of_a_surprisal=lambda w: w.ctx.model_surprisal(
         3, "BITS", logits=np.zeros(258, np.float32)
     ),
-    copy_text=lambda w: w.ctx.kv_seq_copy("0", 1),  # type: ignore[arg-type]
-    copy_true=lambda w: w.ctx.kv_seq_copy(True, 0),
     remove_backwards=lambda w: w.ctx.kv_cache_remove(0, 5, 2),
-    remove_negative_start=lambda w: w.ctx.kv_cache_remove(0, -2, 5),
     remove_negative_end=lambda w: w.ctx.kv_cache_remove(0, 0, -2),
     **{
         f"{name}_{k}": lambda w, s=s, call=call: call(w.ctx, s)
@@ -106,16 +94,6 @@ refuses(
     keep_a_branch=lambda w: w.ctx.kv_seq_keep(w.root.seq_id),
     clear_under_a_branch=lambda w: w.ctx.kv_cache_clear(),
 )
-
-
-@case("decode")
-def more_rows_than_outputs(w: World) -> None:
-    w.ctx.decode(list(range(60, 160)), 0, logits="all")
-    rows = [w.ctx.logits(row) for row in range(100)]
-    w.ctx.kv_cache_remove(0)
-    for position in range(100):
-        w.ctx.decode([60 + position], position)
-        np.testing.assert_array_equal(w.ctx.logits(), rows[position])
 
 
 ROWS = {"one": 1, "two": 2, "minus_two": -2, "many": 31, "huge": 1 << 40}
@@ -161,9 +139,9 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("", {"n_threads": 0}), ("", {"n_threads": 10**6}), ("", {"n_threads_batch": -1}),
     ("", {"kv_type": "type_999"}), ("", {"kv_type": 999}),
     ("", {"kv_type": "q8_0", "flash_attention": False}), ("", {"flash_attention": "maybe"}),
-    ("exact", {"exact": True, "kv_type": "f16"}),
-    ("exact", {"exact": True, "kv_type": "f32"}),
-    ("exact", {"exact": True, "flash_attention": False}),
+    ("cannot be exact: the K/V type is f16", {"exact": True, "kv_type": "f16"}),
+    ("cannot be exact: the K/V type is f32", {"exact": True, "kv_type": "f32"}),
+    ("cannot be exact: flash attention is off", {"exact": True, "flash_attention": False}),
     ("", {"exact": "maybe"}),
     ("", {"rope_scaling": "bogus"}), ("", {"rope_freq_base": -1.0}),
     ("", {"rope_freq_base": math.nan}), ("", {"rope_freq_scale": math.inf}),
@@ -178,6 +156,8 @@ for _architecture, _said, _options in (
     ("mamba", "kv_unified", {"kv_unified": False}),
     ("gemma3", "kv_unified", {"kv_unified": False}),
     ("gemma3", "sliding window", {"exact": True, "kv_type": "bf16"}),
+    ("mamba", "recurrent memory", {"exact": True}),
+    ("lfm2", "hybrid memory", {"exact": True}),
 ):
 
     def _other_memory(w: World, a: str = _architecture, o: dict[str, Any] = _options) -> None:
@@ -229,39 +209,6 @@ for _n_seq_max, _n_outputs_max in ((s, n) for s in (1, 2, 3) for n in range(s, 1
     case("options", f"{_n_seq_max}_sequences_{_n_outputs_max}_rows")(
         partial(_few_rows, n_seq_max=_n_seq_max, n_outputs_max=_n_outputs_max)
     )
-
-
-def _checkpoints(w: World, architecture: str, checkpoint_ram: int) -> None:
-    """Rewinds, forks, snapshots and full caches, with room for many checkpoints, few, or none."""
-    path = toys.write_toy(w.folder / f"{architecture}.gguf", architecture, vocab="bytes")
-    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 3, "n_threads": 1}
-    options["swa_full"] = architecture != "gemma3"
-    text = [2 + i % 200 for i in range(500)]
-    with Model(path) as model, Context(model, checkpoint_ram=checkpoint_ram, **options) as ctx:
-        branch = Branch.start(ctx, text[:200])
-        for n in (40, 150, 220):
-            branch.extend(text[n : n + 40])
-            child = branch.fork()
-            child.rewind(n)
-            child.extend([5])
-            must_raise(ConfigError, lambda c=child: c.rewind(10_000))
-            with suppress(CacheFullError):  # a recurrent memory is never full
-                child.append(text + text)
-            child.rewind(n + 1)
-            with Branch.restore(ctx, child.snapshot()) as restored:
-                restored.rewind(20)
-                ctx.audit()
-            child.prune()
-            branch.rewind(branch.position - 30)
-            ctx.audit()
-        branch.prune()
-
-
-for _architecture in ("mamba", "rwkv7", "lfm2", "qwen35", "gemma3"):
-    for _checkpoint_ram in (0, 100_000, 1 << 30):
-        case("options", f"checkpoints_{_architecture}_{_checkpoint_ram}")(
-            partial(_checkpoints, architecture=_architecture, checkpoint_ram=_checkpoint_ram)
-        )
 
 
 def _rollback(w: World, architecture: str, options: dict[str, Any]) -> None:

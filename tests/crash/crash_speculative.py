@@ -8,11 +8,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import toys
-from crash_harness import World, case, must_raise, refuses
+from crash_harness import World, case, refuses
 from drafts import FIXED
 
 from llamabranch import (
-    Branch,
     ChainDrafter,
     Context,
     Engine,
@@ -24,11 +23,9 @@ from llamabranch import (
 )
 from llamabranch.errors import (
     CacheFullError,
-    ClosedError,
     ConfigError,
     GrammarError,
     LlamaBranchError,
-    SequencesExhaustedError,
     TokenizeError,
 )
 from llamabranch.speculative import (
@@ -114,35 +111,6 @@ def drafts_longer_than_a_batch(w: World) -> None:
             )
             assert generation.finish().tokens == expected
             generation.close()
-
-
-@case("speculative")
-def no_sequence_left(w: World) -> None:
-    branches = w.root.fork_many(3)
-    with _drafter(w) as drafter:
-        must_raise(
-            SequencesExhaustedError, lambda: Speculator(w.ctx, drafter, FIXED).generate("ab")
-        )
-        for branch in branches:
-            branch.prune()
-        taken = [Branch.start(drafter.ctx, "ab") for _ in range(2)]
-        # If the drafter has no room, the target continues alone.
-        generation = (
-            Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=5, sampling=SPOKEN).finish()
-        )
-        assert generation.stats.num_drafts == 0, "it drafted"
-        assert len(generation.tokens) == 5, "it stopped"
-        del taken
-
-
-@case("speculative")
-def target_closed_while_it_speaks(w: World) -> None:
-    with w.context() as ctx, _drafter(w) as drafter:
-        generation = Speculator(ctx, drafter, FIXED).generate("ab", max_tokens=200)
-        next(generation)
-        ctx.close()
-        must_raise(ClosedError, generation.finish)
-        generation.close()
 
 
 @case("speculative")

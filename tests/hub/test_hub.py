@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import toys
 from fake_hub import empty_caches
+from programs import run_code
 
 import llamabranch as lb
 from llamabranch import hub
@@ -227,19 +227,13 @@ def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
 # -- import ----------------------------------------------------------------------------------------
 
 
-def printed(code: str) -> str:
-    """Return what a program prints."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-
-
 def test_import_of_the_package_needs_neither_numpy_nor_llama_cpp_nor_the_hub() -> None:
     code = (
         "import sys, llamabranch as lb; before = set(sys.modules); lb.hub.resolve('tale-target'); "
         "heavy = {'numpy', 'llama_cpp', 'rich', 'huggingface_hub', 'asyncio', 'socket'}; "
         "print(sorted(heavy & before), sorted(heavy & set(sys.modules))); lb.load(n_ctx=64)"
     )
-    assert printed(code) == "[] []\n"
+    assert run_code(code) == "[] []\n"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +245,7 @@ def test_command_that_only_looks_up_needs_neither_numpy_nor_llama_cpp(arguments:
         f"try: app({arguments})\n"
         "finally: print(sorted({'numpy', 'llama_cpp'} & set(sys.modules)))"
     )
-    out = printed(code)
+    out = run_code(code)
     assert out.endswith("[]\n") and len(out) > 4
 
 

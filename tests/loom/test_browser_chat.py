@@ -67,11 +67,22 @@ def turns(page: Page) -> list[tuple[str, str]]:
     return [(role, text) for role, text in found]
 
 
-def edit_answer(page: Page, text: str) -> None:
-    page.locator("#text .turn.by-assistant").last.hover()
+def edit(page: Page, turn: str, text: str, key: str) -> str:
+    """Edit a turn and press a key; return what it said."""
+    page.locator(f"#text .turn.{turn}").last.hover()
     page.locator("#turn-tools button", has_text="Edit").click()
+    before = page.locator(".typing textarea").input_value()
     page.locator(".typing textarea").fill(text)
-    press(page, "Escape")
+    press(page, key, at=".typing textarea")
+    return before
+
+
+def say(page: Page, text: str) -> None:
+    """Send a reply, once its box is open."""
+    page.locator(".typing textarea").fill(text)
+    page.locator(".typing textarea").press("Control+Enter")
+    page.locator("#text .turn.said", has_text=text).wait_for()
+    idle(page)
 
 
 def newest(page: Page, n: int = 1) -> list[tuple[str, int]]:
@@ -99,16 +110,12 @@ def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -
     talk(page)
     before = turns(page)
     page.locator("#reply").click()
-    page.locator(".typing textarea").fill("And <|im_end|> then?")
-    page.locator(".typing textarea").press("Control+Enter")
-    page.locator("#text .turn.by-assistant.first").nth(1).wait_for()
-    idle(page)
-    assert turns(page)[:4] == [*before, ("user", "And <|im_end|> then?")]
-    assert len(turns(page)) == 5 and turns(page)[4][1]
+    say(page, "And <|im_end|> then?")
     written_first = tokens(page)
-    page.locator("#text").press("R")
-    idle(page)
-    assert turns(page)[:4] == [*before, ("user", "And <|im_end|> then?")] and len(turns(page)) == 5
+    for key in ("End", "R"):  # nothing, then another answer
+        press(page, key, at="#text")
+        assert turns(page)[:4] == [*before, ("user", "And <|im_end|> then?")]
+        assert len(turns(page)) == 5 and turns(page)[4][1]
     assert newest(page)[0][1] < len(written_first)
     press(page, "u", at="#text")
     assert tokens(page) == written_first
@@ -119,26 +126,22 @@ def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -
     press(page, "u", at="#text")
     assert tokens(page) == written_first
     set_bar(page, n="1")
-    page.locator("#text .turn.by-user").first.hover()
-    page.locator("#turn-tools button", has_text="Edit").click()
-    box = page.locator(".typing textarea")
-    assert box.input_value() == QUESTION
-    box.fill("Who lived in the new house?")
-    box.press("Control+Enter")
+    assert (
+        edit(page, "by-user >> nth=0", "Who lived in the new house?", "Control+Enter") == QUESTION
+    )
     page.locator("#text .turn.said", has_text="new house").wait_for()
     idle(page)
     rows = page.locator("#rows > :not([hidden]) .words").all_inner_texts()
     for start in ("Who lived in the", "old house?", "new house?"):  # the question forks inside
         assert [row for row in rows if row.startswith(start)], rows
     assert [row for row in rows if "<|im_start" in row or "assistant" in row] == []
-    idle(page)
     assert [role for role, _ in turns(page)] == ["system", "user", "assistant"]
     assert turns(page)[2][1]
 
 
 def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     talk(page)
-    edit_answer(page, ANSWER)
+    edit(page, "by-assistant", ANSWER, "Escape")
     thought = page.locator("#text .turn.thought")
     assert "folded" in (thought.get_attribute("class") or "")
     assert thought.locator("[data-token]").count() == 0
@@ -162,10 +165,7 @@ def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     assert page.locator("#text .turn.thought [aria-selected=true]").count() == 1
     # The template leaves out earlier thoughts: the reply forks there, and the call is still one.
     press(page, "End", "Enter", at="#text")
-    page.locator(".typing textarea").fill("Why?")
-    page.locator(".typing textarea").press("Control+Enter")
-    page.locator("#text .turn.said", has_text="Why?").wait_for()
-    idle(page)
+    say(page, "Why?")
     assert page.locator("#text .turn.thought").count() == 0
     assert page.locator("#text .turn.call").count() == 1
     assert turns(page)[2:4] == [("assistant", "A fox lived there."), ("user", "Why?")]
@@ -218,12 +218,10 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
             told(page, "dialog .wrong", told_of)
             page.locator(f"dialog [name={name}]").fill(was)
         page.locator("dialog [name=kind]").select_option("json_schema")
-        page.locator("dialog [name=follow]").fill('{"type": "integer"')
-        page.locator("dialog button[value=keep]").click()
-        told(page, "dialog .wrong", "not JSON")
-        page.locator("dialog [name=follow]").fill('{"type": 7}')
-        page.locator("dialog button[value=keep]").click()
-        told(page, "dialog .wrong", "schema")
+        for schema, told_of in (('{"type": "integer"', "not JSON"), ('{"type": 7}', "schema")):
+            page.locator("dialog [name=follow]").fill(schema)
+            page.locator("dialog button[value=keep]").click()
+            told(page, "dialog .wrong", told_of)
         page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')
         page.locator("dialog button[value=go]").click()
         idle(page)

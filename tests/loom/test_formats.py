@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from paging import Paged
 
 from llamabranch import ConfigError
 from llamabranch.loom import formats
-from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens
+from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens, Turn
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>", "\u202eright to left", "\x1b[31m", "\x00", "a\u0301" * 50,
@@ -45,38 +46,14 @@ def documents(draw: st.DrawFn) -> Document:
         if parent is not None and not end:
             parent = None
         by = draw(st.sampled_from("AB"))
-        document.apply(Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=by))
+        turns = [Turn("user", at, at, text=name) for name in draw(st.lists(PIECES, max_size=2))]
+        document.apply(Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=by, turns=turns))
         ids = draw(st.lists(st.integers(0, len(words) - 1), min_size=1, max_size=6))
         lps = [draw(st.floats(-20, 0, width=32) | st.none()) for _ in ids]
         document.apply(tokens(f"n{i}", ids, lps))
         if draw(st.booleans()):
             document.apply(Change(id=f"n{i}", name="bookmark", value=True, r=100 + i))
     return document
-
-
-def shape(pairs: list[tuple[str, int]]) -> list[tuple[str, list[Any]]]:
-    """Return texts with their parents as a tree in which nothing goes on in one way only."""
-    below: dict[int, list[int]] = {}
-    for i, (_, parent) in enumerate(pairs):
-        below.setdefault(parent, []).append(i)
-
-    def node(i: int) -> tuple[str, list[Any]]:
-        text, children = pairs[i][0], below.get(i, [])
-        made = [node(child) for child in children]
-        if len(made) == 1:
-            return text + made[0][0], made[0][1]
-        return text, sorted(made)
-
-    return sorted(node(i) for i in below.get(-1, []))
-
-
-def of_document(document: Document) -> list[tuple[str, list[Any]]]:
-    return of_items(formats.items_of(document))
-
-
-def of_items(items: Document | list[formats.Item]) -> list[tuple[str, list[Any]]]:
-    assert isinstance(items, list)
-    return shape([(item.text, item.parent) for item in items])
 
 
 def read(data: object, most: int = 99_999) -> list[formats.Item]:
@@ -105,8 +82,7 @@ def test_our_json_loses_nothing(document: Document) -> None:
             assert getattr(node, name) == getattr(same, name), name
         assert structs.replace(node.made, r=0, a=0) == structs.replace(same.made, r=0, a=0)
     other = formats.read(data, 1000, "another model".__eq__)
-    assert of_items(other) == of_document(document)
-    assert isinstance(other, list)
+    assert other == formats.items_of(document) and isinstance(other, list)
     assert sum(item.bookmark for item in other) == sum(node.bookmark for node in document.shown())
 
 
@@ -175,31 +151,41 @@ def test_no_json_breaks_the_reader(value: object) -> None:
         item.text.encode()
 
 
-def test_imports_over_http_make_one_action(tmp_path: Path) -> None:
+def test_files_and_exports_are_imported_as_one_action(tmp_path: Path) -> None:
+    """A document's file too: who kept one imports it into another, also if its process died in a line."""
     with Paged(tmp_path) as page:
         root = page.type("Once upon a time")
-        page.grow(root["id"], 2, max_tokens=8, seed="4")
-        texts, n = {page.text(each) for each in page.nodes()}, len(page.nodes())
-        for kind in ("html", "json"):
-            data = page.get("/loom/export", format=kind).content
+        made = page.grow(root["id"], 2, max_tokens=8, seed="4")
+        page.do("set", node=made[0]["id"], note="mine")
+        page.type(" a king", root["id"])
+        page.do("undo")
+        n, own = len(page.nodes()), page.loom.journal.path.read_bytes()
+        exported = [page.get("/loom/export", format=kind).content for kind in ("html", "json")]
+        for data in (*exported, own, own + b'{"op":"node","id"'):
             answer = page.api.post("/loom/import", content=data)
             assert answer.status_code == 200, answer.text
-            new = page.nodes()[n:]
-            assert answer.json()["count"] == len(new)
-            assert {page.text(each) for each in new} == texts, kind
             page.do("undo")
             assert len(page.nodes()) == n
-        page.do("redo")
-        fresh = page.get("/loom/export", format="json").content
-        found = formats.read(fresh, 99, page.loom.service.model.is_of)
-        assert isinstance(found, Document)
-        nodes = [*found.shown()]
-        for a, b in zip(nodes[:n], nodes[n:], strict=True):
-            assert a.id != b.id and a.made.seed == b.made.seed and a.reason == b.reason
-            for name in ("ids", "lp", "h", "rk", "src", "top"):
-                assert getattr(a, name) == getattr(b, name), name
+            page.do("redo")
+            nodes = [*page.loom.document.shown()]
+            assert answer.json()["count"] == len(nodes) - n
+            for a, b in zip(nodes[:n], nodes[n:], strict=True):
+                assert a.id != b.id and a.made.seed == b.made.seed
+                for name in ("ids", "lp", "h", "rk", "src", "reason", "note", "end"):
+                    assert getattr(a, name) == getattr(b, name), name
+                assert a.top == b.top or data is exported[0]  # a page has three of them
+            page.do("undo")
+        lines = own.splitlines(keepends=True)
+        damaged = b"".join([*lines[:2], b"{\n", *lines[2:]])
+        told = page.api.post("/loom/import", content=damaged)
+        assert told.status_code == 400 and "line 3 is damaged" in told.text
         for data, status in ((b"{" * 100, 400), (b"caf\xe9", 400), (b" " * (65 << 20), 413)):
             assert page.api.post("/loom/import", content=data).status_code == status
+        with pytest.raises(ConfigError, match="at most 1 nodes"):
+            read(own, 1)
+        texts = {page.text(node["id"]) for node in made}
+        (start, *ends) = (item.text for item in read(own))  # of another model: its texts
+        assert {start + end for end in ends} == texts
 
 
 # -- files of other programs, as they come ---------------------------------------------------------
@@ -213,19 +199,15 @@ def text_of(data: bytes) -> str:
     return item.text
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_texts_are_read(encoding: str) -> None:
-    assert text_of(STORY.encode(encoding)) == STORY
-    assert text_of(STORY.replace("\n", "\r\n").encode(encoding)) == STORY
-
-
 @pytest.mark.parametrize("text", [
+    STORY,
     "[Chapter 1]\nIt rained.", "[1] A note.", "{The lights go out.}\nWho is there?", "[[Home]] is far.",
     '["Hello," she said.]', "{{char}} looks up.", "[He sighs", '{"Stop!" he cried.}', "[... and then",
 ])  # fmt: skip
-def test_a_story_may_begin_with_a_bracket(text: str) -> None:
-    assert text_of(text.encode()) == text
-    assert text_of(f"\n  {text}".encode()) == f"\n  {text}"
+def test_a_story_is_read_and_may_begin_with_a_bracket(text: str) -> None:
+    for story, encoding in product((text, f"\n  {text}"), ("utf-8", "utf-8-sig")):
+        assert text_of(story.encode(encoding)) == story
+        assert text_of(story.replace("\n", "\r\n").encode(encoding)) == story
 
 
 def test_half_surrogates_are_joined_or_replaced() -> None:
@@ -285,33 +267,3 @@ def test_sessions_of_mikupad_are_read() -> None:
         assert items[0].note == "memory: A fox."
     with pytest.raises(ConfigError, match="at most 2 nodes"):
         read(mikupad(CHUNKS), 2)
-
-
-def test_the_file_of_a_document_is_imported(tmp_path: Path) -> None:
-    """Who kept ``tale.loom.jsonl`` and has another document open imports the one into the other."""
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    with Paged(tmp_path / "a") as page:
-        root = page.type("Once upon a time")
-        made = page.grow(root["id"], max_tokens=6, seed="4")
-        page.type(" a king", root["id"])
-        page.do("undo")
-        text, numbers = page.text(made["id"]), page.tokens(made["id"])["lp"]
-        page.do("set", node=made["id"], note="mine")
-        file = page.loom.journal.path
-    data = file.read_bytes()
-    with Paged(tmp_path / "b") as page:
-        for cut in (data, data + b'{"op":"node","id"'):  # its process may have died in a line
-            answer = page.api.post("/loom/import", content=cut)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["count"] == 2
-            new = page.nodes()[-1]
-            assert page.text(new) == text and page.doc()["notes"][new] == "mine"
-            assert page.tokens(new)["lp"] == numbers
-        lines = data.splitlines(keepends=True)
-        damaged = b"".join([*lines[:2], b"{\n", *lines[2:]])
-        told = page.api.post("/loom/import", content=damaged)
-        assert told.status_code == 400 and "line 3 is damaged" in told.text
-    with pytest.raises(ConfigError, match="at most 1 nodes"):
-        read(data, 1)
-    assert "".join(item.text for item in read(data)) == text  # of another model: its texts

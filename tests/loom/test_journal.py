@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 from pathlib import Path
@@ -81,45 +82,53 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
         assert all(whole[name] == other[name] for name in ("ids", "lp", "h"))
 
 
-def test_an_action_is_done_once_also_after_a_restart(tmp_path: Path) -> None:
-    asked: list[dict[str, Any]] = [{"op": "type", "cid": "once", "text": START}]
+def held(page: Paged) -> Any:
+    """Return all nodes of a document with their tokens, and the notes."""
+    doc = page.doc()
+    return doc["nodes"], doc["notes"], [page.tokens(n, top=1) for n in doc["nodes"]["id"]]
+
+
+def test_any_actions_are_undone_and_redone_after_a_restart_and_done_once(tmp_path: Path) -> None:
+    chance, bodies = random.Random(5), list[dict[str, Any]]()
     with Paged(tmp_path) as page:
-        root = page.api.post("/loom/do", json=asked[0]).json()["node"]["id"]
-        asked.append({"op": "continue", "cid": "more", "node": root, "n": 2, "max_tokens": 3})
-        page.finish(page.api.post("/loom/do", json=asked[1]).json()["job"])
-        asked.append({"op": "undo", "cid": "back"})
-        page.api.post("/loom/do", json=asked[2])
-        assert page.api.post("/loom/do", json=asked[0]).json()["node"]["id"] == root
-        before = page.doc()["nodes"]
+        for i in range(40):
+            names = page.nodes()
+            on = {"cid": f"action {i}", "node": chance.choice(names or [None])}
+            ways: list[dict[str, Any]] = [{"op": "type", "text": START, **on}]
+            if names:
+                ways += [{"op": "continue", "n": 2, "max_tokens": 4, **on}, {"op": "undo", **on}]
+                ways += [{"op": "set", "note": f"note {i}", **on}, {"op": "delete", **on}]
+            bodies.append(chance.choice([*ways, *[{"op": "redo", **on}] * page.doc()["redo"]]))
+            answer = page.do(**bodies[-1])
+            if "job" in answer:
+                page.finish(answer["job"])
+        before, n = held(page), page.doc()["undo"]
+        assert [page.do("undo")["undo"] for _ in range(n)] == [*reversed(range(n))]
+        assert page.nodes() == [] and n > 9
+        page.do("undo", 409)
     with Paged(tmp_path) as page:
-        answers = [page.api.post("/loom/do", json=each) for each in asked]
-        assert [answer.status_code for answer in answers] == [200] * 3
-        assert answers[0].json()["node"]["id"] == root
-        assert page.doc()["nodes"] == before and page.doc()["redo"] == 1
+        assert page.nodes() == []
+        for _ in range(n):
+            page.do("redo")
+        assert held(page) == before
+        for body in bodies:  # each was done before
+            page.do(**body)
+        assert held(page) == before and page.doc()["undo"] == n
         page.type("and new ones go on")
-        assert len(page.nodes()) == len(before["id"]) + 1
-
-
-def test_every_cut_of_a_file_opens(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        root = page.type(START)
-        page.done("continue", node=root["id"], n=2, max_tokens=6)
-        page.do("delete", node=root["id"])
-        page.do("undo")
-    data = (tmp_path / FILE).read_bytes()
-    first = data.index(b"\n") + 1
-    n_nodes = []
-    for size in range(first, len(data) + 1, max(1, len(data) // 60)):
+        assert len(page.nodes()) == len(before[0]["id"]) + 1
+        page.do("redo", 409)
+    # Every cut of the file opens; a torn line is cut off.
+    data, n_nodes = (tmp_path / FILE).read_bytes(), []
+    for size in range(data.index(b"\n") + 1, len(data) + 1, max(1, len(data) // 60)):
         file = tmp_path / "cut.loom.jsonl"
         file.write_bytes(data[:size])
         document = Document()
         journal = Journal(file, document)
         assert journal.read_only is None
         journal.close()
-        whole = data[: data.rindex(b"\n", 0, size) + 1]
-        assert file.read_bytes() == whole  # the torn line is cut off
+        assert file.read_bytes() == data[: data.rindex(b"\n", 0, size) + 1]
         n_nodes.append(len(document.nodes))
-    assert n_nodes == sorted(n_nodes) and n_nodes[-1] == 3
+    assert n_nodes == sorted(n_nodes)
 
 
 def test_a_bad_line_is_named_and_the_file_is_left_alone(tmp_path: Path) -> None:
@@ -201,11 +210,11 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     assert len(read(tmp_path / FILE).nodes) == 3
 
 
-def test_a_file_of_another_model_is_read_and_can_be_imported(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_read(tmp_path: Path) -> None:
     with Paged(tmp_path) as page:
         root = page.type(START)
         node = page.grow(root["id"], max_tokens=6)["id"]
-        text, numbers = page.text(node), page.tokens(node, top=1)
+        numbers = page.tokens(node, top=1)
     file = tmp_path / FILE
     data = re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', file.read_bytes(), count=1)
     file.write_bytes(data)
@@ -213,11 +222,6 @@ def test_a_file_of_another_model_is_read_and_can_be_imported(tmp_path: Path) -> 
         assert "import it into another document" in refusal(page)
         assert page.tokens(node, top=1) == numbers
     assert file.read_bytes() == data
-    (tmp_path / "other").mkdir()
-    with Paged(tmp_path / "other") as page:
-        assert page.api.post("/loom/import", content=data).status_code == 200
-        assert {page.text(each) for each in page.nodes()} == {START, text}
-        page.type(" and more", page.nodes()[-1])
 
 
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

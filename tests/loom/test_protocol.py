@@ -158,27 +158,6 @@ def test_edits_keep_what_is_before_the_first_change(page: Paged, root: Any) -> N
     assert page.text(edited["id"]) == text.replace("\N{EURO SIGN}", "\N{POUND SIGN}")
 
 
-def test_marks_notes_and_finding(page: Paged, root: Any) -> None:
-    def flags() -> int:
-        nodes = page.doc()["nodes"]
-        return int(nodes["flags"][nodes["id"].index(node)])
-
-    node = page.type(" zebra called Ferdinand", root["id"])["id"]
-    for change in ({"bookmark": True}, {"note": "<b>mine</b>"}, {"current": True}):
-        page.do("set", node=node, **change)
-    doc = page.doc()
-    assert doc["notes"][node] == "<b>mine</b>" and doc["current"] == node
-    assert flags() & 16  # a bookmark
-    found = page.get("/loom/find", q="ferdinand").json()["found"]
-    assert [each["node"] for each in found] == [node]
-    path = page.tokens(node, whole=True)
-    assert path["text"][found[0]["at"]] in " Ferdinand"
-    page.do("delete", node=node)
-    assert flags() & 1
-    page.do("undo")
-    assert not flags() & 1
-
-
 def test_a_find_finds_every_place(tmp_path: Path) -> None:
     """Also the second one of a node, one that a fork cuts, and one behind odd characters."""
     with Paged(tmp_path) as page:
@@ -207,24 +186,6 @@ def test_a_find_finds_every_place(tmp_path: Path) -> None:
         assert places("the lake") == [(far, "the lake")]
 
 
-def test_undo_goes_back_to_nothing_and_forward_again(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        root = page.type(START)
-        nodes = page.grow(root["id"], 3, max_tokens=4)
-        page.do("set", node=nodes[0]["id"], bookmark=True)
-        page.do("delete", node=nodes[1]["id"])
-        before, told = page.doc()["nodes"], page.tokens(nodes[2]["id"], top=1)
-        assert [page.do("undo")["undo"] for _ in range(4)] == [3, 2, 1, 0]
-        assert page.nodes() == []
-        page.do("undo", 409)
-    with Paged(tmp_path) as page:  # the same after a restart
-        assert page.nodes() == [] and page.doc()["redo"] == 4
-        for _ in range(4):
-            page.do("redo")
-        assert page.doc()["nodes"] == before and page.tokens(nodes[2]["id"], top=1) == told
-        page.do("redo", 409)
-
-
 def unread(page: Paged, beginning: str) -> str:
     """Import a text that no model has read; return its node."""
     text = " ".join([beginning, *(f"a king and {i} sons" for i in range(70))])
@@ -249,22 +210,19 @@ def decoding(ctx: Any, act: Callable[[], bool]) -> Iterator[None]:
     assert is_done and not late
 
 
-def stopped(page: Paged) -> bool:
-    """Stop what runs; return whether it was something."""
-    return bool(page.loom.running and page.loom.stop(page.loom.running))
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "type": {"text": " ".join(f"a queen and {i} sons" for i in range(80))},
     "continue": {"n": 3},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", WAYS)
-def test_stop_ends_the_reading_and_leaves_no_branch(page: Paged, op: str) -> None:
-    node = unread(page, f"To {op}")
+@pytest.mark.parametrize(
+    ("op", "way"), [("type", "stop"), ("continue", "stop"), ("continue", "undo")]
+)
+def test_stop_and_undo_end_the_reading_and_leave_no_branch(page: Paged, op: str, way: str) -> None:
+    node = unread(page, f"To {op} and {way}")
     before, n_done = page.nodes(), page.doc()["undo"]
-    with decoding(page.loom.service.ctx, lambda: stopped(page)):
+    with decoding(page.loom.service.ctx, lambda: page.do(way).get("stopped") != []):
         answer = page.do(op, node=node, **WAYS[op])
         job = page.finish(answer["job"])
     assert (job["state"], job["error"], job["message"]) == ("stopped", None, None)
@@ -272,20 +230,14 @@ def test_stop_ends_the_reading_and_leaves_no_branch(page: Paged, op: str) -> Non
         assert set(page.tokens(answer["node"]["id"])["lp"]) == {None}
         return
     assert any(each["message"] for each in page.of("job", id=answer["job"]))  # reading 0 of ...
+    if way == "undo":
+        page.do("redo", 409)
     page.do("undo")  # the import: there is nothing of what was stopped
     assert node not in page.nodes()
     page.do("redo")
     assert page.nodes() == before and page.doc()["undo"] == n_done
     for made in answer["nodes"]:
         assert page.api.get("/loom/tokens", params={"node": made["id"]}).status_code == 404
-
-
-def test_undo_of_what_has_no_token_yet_leaves_nothing_to_redo(page: Paged) -> None:
-    node = unread(page, "Undone")
-    with decoding(page.loom.service.ctx, lambda: bool(page.do("undo"))):
-        job = page.finish(page.do("continue", node=node, n=2)["job"])
-    assert job["state"] == "stopped"
-    page.do("redo", 409)
 
 
 def test_a_length_of_drafts_can_be_forced(page: Paged, root: Any) -> None:
@@ -319,16 +271,23 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         assert told["n"] == 2 and told["sampling"] == {"temperature": 0.5}
         page.wait(lambda: bool(page.of("set", bars={"text": told})))
         undo = page.doc()["undo"]
-        for wrong in (
-            {"n": 0}, {"n": 1000}, {"max_tokens": 0}, {"sampling": {"temperature": -1}}, {"regex": "("},
-            {"grammar": "root ::= ("}, {"json_schema": {"type": 7}}, {"regex": "a", "choice": ["b"]},
-            {"sampling": {"mirostat": 2}}, {"n": "many"},
-        ):  # fmt: skip
-            page.do("bar", 400, set={"text": wrong})
+        page.do("bar", 400, set={"text": {"max_tokens": 0}})
         page.do("bar", 400, set={"poem": {}})
-        assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo  # no action
-        page.do("bar", set={"chat": {"n": 1}})
         root = page.type(START)
+        wrong: list[dict[str, Any]] = [
+            {"n": 0}, {"n": 10_000}, {"max_tokens": -1}, {"sampling": {"temperature": -1}},
+            {"regex": "("}, {"grammar": "root ::= ("}, {"json_schema": {"type": 7}},
+            {"regex": "a", "choice": ["b"]},
+            {"sampling": {"mirostat": 2}}, {"n": "many"}, {"seed": "x"}, {"sampling": {"top_p": 7}},
+            {"grammar": "root ::= nothing"}, {"json_schema": {"type": "nonsense"}}, {"stop": 3},
+        ]  # fmt: skip
+        for fields in wrong:
+            page.do("bar", 400, set={"text": fields})
+        for fields in (*wrong, {"at": -1}, {"at": 0}, {"at": 999}):
+            page.do("continue", 400, node=root["id"], **fields)
+        assert page.nodes() == [root["id"]]
+        assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo + 1  # the root
+        page.do("bar", set={"chat": {"n": 1}})
         made = page.grow(root["id"], 2, **{k: v for k, v in told.items() if k != "n"}, seed="4")
         for node in made:
             text = page.text(node["id"]).removeprefix(page.text(root["id"]))

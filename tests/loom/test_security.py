@@ -163,16 +163,3 @@ def test_bad_requests_are_told_and_change_nothing(page: Paged, body: str) -> Non
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["message"]
     assert page.doc()["nodes"] == before
-
-
-def test_bad_settings_make_no_node(page: Paged) -> None:
-    root = page.type("A king")
-    before = page.doc()["nodes"]
-    settings: list[dict[str, object]] = [
-        {"at": -1}, {"at": 0}, {"at": 999}, {"n": 0}, {"n": 10_000}, {"max_tokens": -1}, {"seed": "x"},
-        {"sampling": {"temperature": -1}}, {"sampling": {"top_p": 7}}, {"sampling": {"mirostat": 1}},
-        {"grammar": "root ::= nothing"}, {"json_schema": {"type": "nonsense"}}, {"stop": 3},
-    ]  # fmt: skip
-    for fields in settings:
-        page.do("continue", 400, node=root["id"], **fields)
-    assert page.doc()["nodes"] == before

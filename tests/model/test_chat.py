@@ -179,11 +179,3 @@ def test_a_conversation_begins_with_bos_once_where_the_model_has_one(
     assert tokens.count(model.bos) == int(add_bos or writes_bos)
     text = model.tokenize(RENDERED, add_special=False, parse_special=True)
     assert tokens[-len(text) :] == text
-
-
-def test_messages_cannot_be_used_without_a_template(target: lb.Model) -> None:
-    with (
-        lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
-        pytest.raises(UnsupportedError, match="no chat template"),
-    ):
-        lb.Branch.start(ctx, MESSAGES)

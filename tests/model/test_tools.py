@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +19,6 @@ from llamabranch.model.history import written_history
 from llamabranch.model.tools import Tools, conversation
 from llamabranch.model.turn_format import TurnFormat
 from llamabranch.sampling.grammar import turn_grammar
-
-Open = Callable[[str], lb.Model]
 
 HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -71,49 +68,38 @@ def called(
     ]  # fmt: skip
 
 
-@pytest.fixture
-def open_model(tmp_path: Path) -> Iterator[Open]:
-    models: list[lb.Model] = []
-
-    def open_with(template: str) -> lb.Model:
-        path = toys.write_toy(tmp_path / "toy.gguf", vocab="bytes")
-        models.append(lb.Model(path, chat_template=template))
-        return models[-1]
-
-    yield open_with
-    for model in models:
-        model.close()
+TEXT = TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+QUOTED: dict[str, object] = {"text": 'a "b"'}
 
 
 @pytest.mark.parametrize("template", [ITERATES, TOJSON, NINE], ids=["iterates", "tojson", "nine"])
-def test_arguments_are_never_encoded_twice(template: str) -> None:
-    form = TurnFormat.of(template)
-    for arguments in ('{"text": "a \\"b\\""}', {"text": 'a "b"'}):
-        (_, answer, result) = written_history(called(arguments), form)
-        call: Any = answer["tool_calls"]
-        assert call[0]["function"]["arguments"] == {"text": 'a "b"'}
-        assert result["tool_call_id"] == call[0]["id"] and result["name"] == "find"
-        assert (len(call[0]["id"]) == 9) == (template == NINE)
-    for nothing in ("", None, "{}"):
-        answer = written_history(called(nothing), form)[1]
-        assert answer["tool_calls"][0]["function"]["arguments"] == {}  # type: ignore[index]
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ('{"text": "a \\"b\\""}', QUOTED), (QUOTED, QUOTED), ("", {}), (None, {}), ("{}", {}),
+        ("{broken", "{broken"), ("[1]", "[1]"), (5, "5"),  # broken ones stay text
+    ],
+)  # fmt: skip
+def test_arguments_of_a_history_are_never_encoded_twice(
+    template: str, arguments: object, written: object
+) -> None:
+    (_, answer, result) = written_history(called(arguments), TurnFormat.of(template))
+    call: Any = answer["tool_calls"]
+    if template == ITERATES and isinstance(written, str):  # it needs an object
+        written = {"arguments": written}
+    assert call[0]["function"]["arguments"] == written
+    assert result["tool_call_id"] == call[0]["id"] and result["name"] == "find"
+    assert (len(call[0]["id"]) == 9) == (template == NINE)
 
 
-def test_a_template_that_wants_text_gets_text() -> None:
-    form = TurnFormat.of(
-        TOJSON.replace("c.function.arguments | tojson", "'' + c.function.arguments")
-    )
+def test_a_template_that_wants_text_gets_text_and_a_call_without_a_function_is_refused() -> None:
+    form = TurnFormat.of(TEXT)
     assert form.arguments_as_text
-    answer: Any = written_history(called({"text": "é"}), form)[1]
-    assert answer["tool_calls"][0]["function"]["arguments"] == '{"text": "é"}'
-
-
-@pytest.mark.parametrize(("broken", "text"), [("{broken", "{broken"), ("[1]", "[1]"), (5, "5")])
-def test_broken_arguments_in_a_history_stay_text(broken: object, text: str) -> None:
-    answer: Any = written_history(called(broken), TurnFormat.of(TOJSON))[1]
-    assert answer["tool_calls"][0]["function"]["arguments"] == text
+    user, answer, _ = written_history(called({"text": "é"}), form)
+    call: Any = answer["tool_calls"]
+    assert call[0]["function"]["arguments"] == '{"text": "é"}'
     with pytest.raises(ConfigError, match="a function with a name") as caught:
-        written_history([*called("{}")[:1], {**answer, "tool_calls": [{}]}], TurnFormat.of(TOJSON))
+        written_history([user, {**answer, "tool_calls": [{}]}], form)
     assert "messages[1]" in str(caught.value) and "tool_calls[0]" in str(caught.value)
 
 
@@ -171,18 +157,18 @@ def test_functions_are_tools(with_pydantic: bool, monkeypatch: pytest.MonkeyPatc
             function_tool(wrong)
 
 
-def test_histories_reach_templates_in_their_form(open_model: Open) -> None:
-    text = open_model(ITERATES).apply_chat_template(called('{"text": "x"}'))
+def test_histories_reach_templates_in_their_form(toy: lb.Model) -> None:
+    text = lb.Model(toy.path, chat_template=ITERATES).apply_chat_template(called('{"text": "x"}'))
     assert "<do>find<k>text</k><v>x</v></do>" in text and "It is <do>x</do>." in text
-    assert open_model("chatml").apply_chat_template(called('{"text": "x"}')).count("find") == 2
+    model = lb.Model(toy.path, chat_template="chatml")
+    assert model.apply_chat_template(called('{"text": "x"}')).count("find") == 2
     ignored = {"name": "b", "reasoning_content": "c", "refusal": None}
     message = {"role": "user", "content": "a", **ignored}
-    model = open_model("chatml")
     assert model.apply_chat_template([message]) == model.apply_chat_template([("user", "a")])
 
 
-def test_the_templates_own_reason_is_shown(open_model: Open) -> None:
-    model = open_model(ITERATES + "{{ 1 / 0 if messages | length > 2 }}")
+def test_the_templates_own_reason_is_shown(toy: lb.Model) -> None:
+    model = lb.Model(toy.path, chat_template=ITERATES + "{{ 1 / 0 if messages | length > 2 }}")
     with pytest.raises(UnsupportedError, match="division by zero"):
         model.apply_chat_template(called('{"text": "x"}'))
 
@@ -204,16 +190,16 @@ def test_tags_of_calls_in_a_result_stay_text(tmp_path: Path) -> None:
         assert 4 in model.chat_tokens([("user", "a <b> c")])
 
 
-def test_tools_are_described_without_a_system_role(open_model: Open) -> None:
-    model = open_model(NO_ROLES)
+def test_tools_are_described_without_a_system_role(toy: lb.Model) -> None:
+    model = lb.Model(toy.path, chat_template=NO_ROLES)
     talk = conversation(model, [("user", "Hm?")], Tools([TOOL], "auto", model.turn_format))
     text = talk.text(model)
     assert '"find"' in text and text.index('"find"') < text.index("Hm?")
     assert text.count("<|im_start|>user") == 1
 
 
-def test_a_tools_schema_fault_names_the_tool(open_model: Open) -> None:
-    model = open_model(TOJSON)
+def test_a_tools_schema_fault_names_the_tool(toy: lb.Model) -> None:
+    model = lb.Model(toy.path, chat_template=TOJSON)
     wrong = {"type": "function", "function": {"name": "broken", "strict": True, "parameters": {
         "type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}}}  # fmt: skip
     for choice in ("auto", "required"):
@@ -221,11 +207,11 @@ def test_a_tools_schema_fault_names_the_tool(open_model: Open) -> None:
             turn_grammar(model, Tools([TOOL, wrong], choice, model.turn_format))
 
 
-def test_detection_is_remembered(open_model: Open) -> None:
-    model = open_model(TOJSON)
+def test_detection_is_remembered(toy: lb.Model) -> None:
+    model = lb.Model(toy.path, chat_template=TOJSON)
     assert model.turn_format is model.turn_format and not model.turn_format.is_general
     assert TurnFormat.of(TOJSON) is TurnFormat.of(TOJSON)
-    assert open_model("chatml").turn_format.is_general
+    assert lb.Model(toy.path, chat_template="chatml").turn_format.is_general
 
 
 class Undocumented(BaseModel):

@@ -259,73 +259,75 @@ def test_calls_in_another_form_than_the_templates_are_read_too(shape: str, kind:
     assert form.read(inline, TOOLS) == Turn("", inline, [])
 
 
-def test_python_calls_what_is_known_with_what_it_says() -> None:
-    """Other Python is content; an escape that means nothing is kept."""
-    form = FORMATS["tags around JSON"]
-    for text in (
-        "[seek(text='x')]", "[find]", "[find(text='x']", "[1, 2]", "[find(x)]", "[", "[x](y)",
-    ):  # fmt: skip
-        for size in (1, 3, 99):
-            assert streamed(form, text, size, eager=False) == Turn("", text, [])
-    for text in ("C:\\users", "C:\\xy", "a\\U12"):
-        calls = form.read(f"[find(text='{text}'), ping()]", TOOLS).calls
-        assert meant(calls) == [("find", {"text": text}), ("ping", {})]
-    two = streamed(form, "I see.\n[find(n=-1.5, yes=True), ping()]", 2, eager=False)
-    assert meant(two.calls) == [("find", {"n": -1.5, "yes": True}), ("ping", {})]
+QUOTED = template(
+    "{{ f.name }}({% for k, v in a.items() %}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}"
+    "{% endif %}{% if not loop.last %}, {% endif %}{% endfor %})",
+    start="<|py|>[", end="]<|/py|>", between=", ",
+)  # fmt: skip
+WORDS = "Write Do: and a list of functions with their arguments, as few as will do. " * 4
+DESCRIBED_LATE = (  # describes calls to the model after a turn that has some, in another role
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}<turn><bot>Do:\n[\n"
+    '{% for c in m.tool_calls %}{"tool": "{{ c.function.name }}", "with": '
+    "{{ c.function.arguments | tojson }}}{% if not loop.last %},\n{% endif %}{% endfor %}\n]\n"
+    "{% elif m.role == 'assistant' %}<turn><bot>{{ m.content }}<eot>{% else %}"
+    "<turn><{{ m.role }}>{{ m.content }}<eot>{% endif %}{% endfor %}"
+    "{% if messages[-1].tool_calls %}<turn><sys>" + WORDS + "<eot>{% endif %}"
+    "{% if add_generation_prompt %}<turn><bot>{% endif %}"
+)
+CHANNEL = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}<|over|>'
+FOUND: tuple[str, object] = ("find", {"text": "x"})
+TOLD = "<|on|>musing<|say|>Hm.<|over|><|go|>bot<|on|>tool<|say|>I look.<|over|><|go|>bot"
+JSON = "tags around JSON"
+PING: tuple[str, object] = ("ping", {})
+LATE = f'Do:\n[\n{{"tool": "find", "with": {{"text": "x"}}}}\n]\n<turn><sys>{WORDS}<eot>'
+# A template, the text of a turn, and what it says: thought, content, calls.
+SAID: list[tuple[str, str, str, str, Any]] = [
+    ("channels", TOLD + CHANNEL, "Hm.", "I look.", [FOUND]),
+    ("channels", CHANNEL.replace(" <|as|>json", " json"), "", "", [FOUND]),
+    (DESCRIBED_LATE, LATE, "", "", [FOUND]),
+    (
+        QUOTED, "<|py|>[find(text='f(a='b')', n=2), find_all(text='it's ('x')')]<|/py|>", "", "",
+        [("find", {"text": "f(a='b')", "n": 2}), ("find_all", {"text": "it's ('x')"})],
+    ),
+    (
+        JSON, "I see.\n[find(n=-1.5, yes=True), ping()]", "", "I see.",
+        [("find", {"n": -1.5, "yes": True}), PING],
+    ),
+    *(  # an escape that means nothing is kept
+        (JSON, f"[find(text='{text}'), ping()]", "", "", [("find", {"text": text}), PING])
+        for text in ("C:\\users", "C:\\xy", "a\\U12")
+    ),
+    *(  # other Python is content
+        (JSON, text, "", text, [])
+        for text in (
+            "[seek(text='x')]", "[find]", "[find(text='x']", "[1, 2]", "[find(x)]", "[", "[x](y)",
+        )
+    ),
+    *(
+        (JSON, f'<do>\n{{"name": "ping", "arguments": {nothing}}}\n</do>', "", "", [PING])
+        for nothing in ("null", '""', "{}")
+    ),
+]  # fmt: skip
 
 
-def test_the_function_may_be_named_after_the_channel() -> None:
-    """The model writes the channel after the function, the template before it."""
-    form = FORMATS["channels"]
-    call = '<|on|>tool to=fn.find <|as|>json<|say|>{"text": "x"}<|over|>'
-    thought = "<|on|>musing<|say|>Hm.<|over|><|go|>bot"
-    words = "<|on|>tool<|say|>I look.<|over|><|go|>bot"
-    for size in (1, 4, 99):
+@pytest.mark.parametrize(
+    ("source", "text", "thought", "content", "calls"), SAID, ids=range(len(SAID))
+)
+def test_what_models_write_beside_the_templates_form_is_read(
+    source: str, text: str, thought: str, content: str, calls: list[object]
+) -> None:
+    """A function named before its channel, quotes inside quotes, the next role, Python, no arguments."""
+    form = FORMATS[source] if source in FORMATS else TurnFormat.of(source)
+    for size in (1, 4, 99, 999):
         for eager in (False, True):
-            turn = streamed(form, thought + words + call, size, eager=eager)
-            assert (turn.thought, turn.content) == ("Hm.", "I look.")
-            assert meant(turn.calls) == [("find", {"text": "x"})]
-    plain = streamed(form, call.replace(" <|as|>json", " json"), 3, eager=False)
-    assert meant(plain.calls) == [("find", {"text": "x"})]
+            turn = streamed(form, text, size, eager=eager)
+            assert (turn.thought, turn.content, meant(turn.calls)) == (thought, content, calls)
+
+
+def test_a_channel_of_no_known_function_is_no_call() -> None:
     for wrong in ("find_me", "fin", "fn", ""):
-        assert form.read(call.replace("to=fn.find ", f"to=fn.{wrong} "), TOOLS).calls == []
-
-
-def test_quotes_inside_quotes_end_where_the_call_goes_on() -> None:
-    source = template(
-        "{{ f.name }}({% for k, v in a.items() %}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}"
-        "{% endif %}{% if not loop.last %}, {% endif %}{% endfor %})",
-        start="<|py|>[", end="]<|/py|>", between=", ",
-    )  # fmt: skip
-    form = TurnFormat.of(source)
-    calls = [ToolCall("find", {"text": "f(a='b')", "n": 2})]
-    calls += [ToolCall("find_all", {"text": "it's ('x')"})]
-    assert meant(form.read(form.write(calls), TOOLS).calls) == meant(calls)
-
-
-def test_another_role_ends_the_turn() -> None:
-    """A template may describe calls to the model only after a turn that has some."""
-    words = "Write Do: and a list of functions with their arguments, as few as will do. " * 4
-    source = (
-        "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}<turn><bot>Do:\n[\n"
-        '{% for c in m.tool_calls %}{"tool": "{{ c.function.name }}", "with": '
-        "{{ c.function.arguments | tojson }}}{% if not loop.last %},\n{% endif %}{% endfor %}\n]\n"
-        f"{{% elif m.role == 'assistant' %}}<turn><bot>{{{{ m.content }}}}<eot>{{% else %}}"
-        f"<turn><{{{{ m.role }}}}>{{{{ m.content }}}}<eot>{{% endif %}}{{% endfor %}}"
-        f"{{% if messages[-1].tool_calls %}}<turn><sys>{words}<eot>{{% endif %}}"
-        "{% if add_generation_prompt %}<turn><bot>{% endif %}"
-    )
-    form = TurnFormat.of(source)
-    text = f'Do:\n[\n{{"tool": "find", "with": {{"text": "x"}}}}\n]\n<turn><sys>{words}<eot>'
-    for size in (1, 5, 999):
-        turn = streamed(form, text, size, eager=False)
-        assert (turn.content, meant(turn.calls)) == ("", [("find", {"text": "x"})])
-
-
-@pytest.mark.parametrize("nothing", ["null", '""', "{}"])
-def test_no_arguments_are_an_empty_object(nothing: str) -> None:
-    text = f'<do>\n{{"name": "ping", "arguments": {nothing}}}\n</do>'
-    assert meant(FORMATS["tags around JSON"].read(text, TOOLS).calls) == [("ping", {})]
+        text = CHANNEL.replace("to=fn.find ", f"to=fn.{wrong} ")
+        assert FORMATS["channels"].read(text, TOOLS).calls == []
 
 
 TEXTS = [

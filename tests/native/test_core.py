@@ -77,29 +77,11 @@ def test_row_with_nan_or_inf_is_left_to_numpy(n_vocab: int, bad: list[float]) ->
     assert core.measure(x.ctypes.data, 1, n_vocab)[0][0] == -1
 
 
-def test_system_info_says_which_code_runs() -> None:
+def test_system_info_says_which_code_runs_and_a_variable_turns_it_off() -> None:
     assert f"llamabranch core: {core.description}" in lb.system_info()
     assert core.available == core.description.startswith("compiled")
-
-
-_SMALL_TEXT = """
-import llamabranch as lb
-from llamabranch.native import core
-with lb.load(n_threads=1) as ctx:
-    print(core.available)
-    for settings in ({}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}):
-        with lb.Branch.start(ctx, "Once upon a time", seed=7, **settings) as branch:
-            made = list(branch.generate(60))
-            print([one.token for one in made])
-            assert abs(branch.perplexity() - 1.0) >= 0.0
-"""
-
-
-@needs_core
-def test_text_is_the_same_with_the_core_and_without() -> None:
-    on, off = (run_code(_SMALL_TEXT, LLAMABRANCH_CORE=on).splitlines() for on in "10")
-    assert (on[0], off[0], len(on)) == ("True", "False", 4)
-    assert on[1:] == off[1:]
+    code = "from llamabranch.native import core; print(core.available)"
+    assert run_code(code, LLAMABRANCH_CORE="0") == "False\n"
 
 
 def _shared_library_of(compiler: str, name: str) -> str | None:

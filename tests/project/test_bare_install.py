@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from llamabranch.extras import install_command, require
-
 ROOT = Path(__file__).parents[2]
 EXTRAS = {"starlette", "uvicorn", "uvloop", "huggingface_hub"}
 EXTRAS |= {"ray"}
@@ -122,13 +120,3 @@ def test_a_bare_install_runs_every_command(tmp_path: Path) -> None:
 
     for line in lines[1:]:  # the extras that the README names exist
         run("sh", "-c", f"{line} --quiet --dry-run", where=ROOT)
-
-
-def test_a_missing_package_is_named_with_the_command_that_brings_it() -> None:
-    from llamabranch.errors import UnsupportedError
-
-    require("serve", "the server", "json")  # nothing is missing
-    with pytest.raises(UnsupportedError, match="the server needs no_such_module") as e:
-        require("serve", "the server", "json", "no_such_module")
-    assert e.value.hint == install_command("serve")
-    assert e.value.hint.startswith("pip install ") and e.value.hint.endswith("[serve]'")

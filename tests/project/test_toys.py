@@ -39,9 +39,12 @@ def test_distributions_are_neither_flat_nor_one_hot(
     assert len(set(entropies)) == 40
 
 
-@pytest.mark.parametrize("more", [{"metadata": EXPERTS}, {"vocab": EMPTY}, {"vocab": "none"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"metadata": EXPERTS}, {"vocab": EMPTY}, {"vocab": "none"}, {"architecture": "bert"}],
+)
 def test_good_file_passes(more: dict[str, Any], tmp_path: Path) -> None:
-    check_header(toys.write_llama(tmp_path / "good.gguf", **more))
+    check_header(toys.write_toy(tmp_path / "good.gguf", **more))
 
 
 def _header(data: bytes = b"", *, version: int = 3, tensors: int = 0, values: int = 0) -> bytes:

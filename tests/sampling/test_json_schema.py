@@ -123,24 +123,13 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"type": "string", "enum": [1, "a", None]},
     {"enum": ["a", "abcd", 7], "maxLength": 3},
     {"enum": [1, 2], "const": 2},
-    # strings and numbers
+    # strings; test_patterns and schema_fuzz draw patterns and numbers
     *({"type": "string", "format": f} for f in _FORMS),
     {"type": "string", "format": "date", "minLength": 10, "maxLength": 10},
-    {"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
-    {"type": "integer", "exclusiveMinimum": 6.5, "maximum": 7.5},
-    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-    {"type": "number", "exclusiveMinimum": -20, "maximum": 3},
-    {"type": "number", "minimum": -2, "exclusiveMaximum": 0}, {"minimum": 99999},
-    {"type": ["integer", "null"], "minimum": 5, "maximum": 5},
-    {"enum": [1, 5, 9, "a"], "minimum": 5},
     *(
         {"type": "string", "pattern": p}
         for p in (
-            "^[^a]$", "^.{1,4}$", "^a.c$", "^(a|b)$", r"^\d+$", r"^\w{2}\s\W\D\S$", "^(ab|c)*d?$",
-            r"^[a-f\d]{3,}$", r"^[^\d\"]{2}$", r'^"[\\"]\\$', r"^\[\]\{\}\(\)\.\*\+\?\^\$\|\/\-$",
-            "^(a(b|)c){0,2}$", "^(?:x|yy)+?$", "^[]-]$".replace("[]", r"[\]"), r"^[\n\t\x41é-ü]$",
-            "^$", "^a{2}b{0,1}c{1,}$", "^[.]$", "^[a\\-z]$", r"^\x41\u0042\n$", "^(|a)b$", "^a{0}b$",
-            "^\u00e9\u20ac$", "^[!-~]{3}$", "^-#\"'<>!=;:,%&@~`_$",
+            "^(ab|c)*d?$", r"^\[\]\{\}\(\)\.\*\+\?\^\$\|\/\-$", "^(a(b|)c){0,2}$", "^$", "^(|a)b$",
         )
     ),
     {"pattern": "^.{1,4}$", "minLength": 1, "maxLength": 4},
@@ -149,22 +138,15 @@ KEPT: list[Any] = [  # beside those of real_schemas
     {"type": "array", "items": False},
     {"type": "array", "items": [_INT, {"type": "null"}]},
     # objects
-    obj(properties=_AB, required=["a", "b"], additionalProperties=False),
-    obj(additionalProperties=False),
     obj(properties=_AB, required=["a"], additionalProperties={"type": "boolean"}),
-    obj(properties=_AB, additionalProperties=True),
     obj(properties={"": _INT, "ab": _INT, "a": _INT}, additionalProperties={"type": "string"}),
     obj(properties={'a"b': _INT, "c\\d": _INT, "e\nf": _INT, "é": _INT}, required=['a"b']),
     obj(properties={"a b": _INT, "a-b": {"type": "null"}, "string": _INT, "root": _INT},
             required=["a b", "a-b", "string", "root"]),
     obj(properties={"a": False, "b": True}),
-    {"required": ["a"], "properties": {"a": {"const": 1}}},
     # combinations
     {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^x+$"}]},
     {"oneOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]},
-    {"allOf": [obj(properties={"a": _INT}, required=["a"]), obj(properties={"b": _INT})]},
-    {"allOf": [obj(properties={"a": _INT}), obj(properties={}, additionalProperties=_INT)]},
-    {"allOf": [{"enum": ["x", "y"]}]},
     {"allOf": [{"$ref": "#/$defs/color"}], "$defs": {"color": {"enum": ["red", "blue"]}}},
     {"allOf": [{"anyOf": [obj(properties={k: _INT}, required=[k]) for k in "ab"]}]},
     {"allOf": [{"anyOf": [{"properties": {"a": _INT}}, {"properties": {"b": _INT}}]}]},
@@ -180,16 +162,9 @@ KEPT: list[Any] = [  # beside those of real_schemas
     obj(properties={"next": {"$ref": "#"}, "n": _INT}, required=["n"]),
     obj(properties={"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["a"]),
     # refused before llguidance
-    *({"type": "string", "pattern": p} for p in (
-        r"^a\$", "^(?P<n>a)$", "^(a?)*$", "^a{30}$",
-    )),
     {"type": "string", "pattern": "^a|b$", "maxLength": 9},
-    {"pattern": "^a+$", "maxLength": 9},
-    {"pattern": "a+", "maxLength": 9},
     {"pattern": "^a*$", "minLength": 1},
     {"items": [_INT], "minItems": 3},
-    {"type": "number", "minimum": 0.5, "maximum": 0.75},
-    obj(properties=_AB, required=["c"]),
     obj(patternProperties={"^x": _INT}, maxProperties=3),
     {"anyOf": [_INT, {"type": "string"}], "maxLength": 3},
     {"$ref": "#/$defs/a", "maxLength": 3, "$defs": {"a": {"type": "string"}}},
@@ -240,22 +215,6 @@ def test_text_that_requires_itself_never_ends(toy: lb.Model) -> None:
     grammar = Grammar.from_json_schema(obj(properties={"a": {"$ref": "#"}}, required=["a"]))
     with pytest.raises(GrammarError, match="Too many items"):
         walk(toy, grammar, 0)
-
-
-def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
-    bounds = (None, -12, -1, 0, 7, 99, 100)
-    for least in bounds:
-        for most in bounds:
-            schema = {"type": "integer", "minimum": least, "maximum": most}
-            schema = {key: value for key, value in schema.items() if value is not None}
-            if least is not None and most is not None and least > most:
-                with pytest.raises(GrammarError, match="minimum"):
-                    Grammar.from_json_schema(schema)
-                continue
-            grammar = Grammar.from_json_schema(schema)
-            for n in (-130, *range(-13, 9), *range(-100, -98), *range(98, 102), 1105):
-                fits_both = (least is None or n >= least) and (most is None or n <= most)
-                assert accepts(toy, grammar, str(n)) == fits_both, (schema, n)
 
 
 REFUSED: list[tuple[Any, str]] = [

@@ -114,6 +114,12 @@ OTHERS: list[Case] = [
     *((f"{_A}{keywords}}}", ['{"a": 1}'], ['{"a": "x"}']) for keywords in IDLE),
     (obj(patternProperties={r'^[^\\/:*?"<>|&&]+$': INT}, additionalProperties=False),
      ['{"a b": 1}'], [json.dumps({name: 1}) for name in ("a/b", "a\\b", 'a"b', "&")]),
+    # schemas of any dialect
+    *((json.dumps({"$schema": dialect, "enum": [1]}), ["1"], ["2"]) for dialect in (
+        "https://spec.openapis.org/oas/3.1/dialect/base", "http://json-schema.org/schema#", "x", 3,
+        "http://json-schema.org/draft-06/schema#", "https://json-schema.org/draft-07/schema",
+    )),
+    ({"type": "array", "items": {"$schema": "x", "enum": [1]}}, ["[1]"], ["[2]"]),
     # formats that people send
     *(({"type": "string", "format": name}, ['"a b"', '""'], [])
       for name in ("path", "file-path", "binary", "password")),
@@ -131,13 +137,9 @@ def test_a_schema_takes_these_texts_and_refuses_those(
     grammar = Grammar.from_json_schema(schema)
     assert [text for text in texts if not accepts(toy, grammar, text)] == []
     assert [text for text in others if accepts(toy, grammar, text)] == []
-
-
-@pytest.mark.parametrize("schema", [schema for schema, *_ in OBJECTS], ids=lambda s: str(s)[:70])
-def test_objects_have_what_is_declared_or_required(schema: Any, toy: lb.Model) -> None:
-    grammar, right = Grammar.from_json_schema(schema), judge(schema)
-    for seed in range(N_TEXTS):
-        right.validate(json.loads(walk(toy, grammar, seed)))
+    is_object = any(schema is listed for listed, *_ in OBJECTS)
+    for seed in range(N_TEXTS if is_object else 0):
+        judge(schema).validate(json.loads(walk(toy, grammar, seed)))
 
 
 @pytest.mark.parametrize(

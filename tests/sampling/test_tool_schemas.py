@@ -114,25 +114,6 @@ def test_chat_tells_which_tool_is_free(stage: lb.Context) -> None:
     assert result.tools is not None and [*result.tools.unchecked] == ["odd"]
 
 
-DIALECTS = [
-    "https://spec.openapis.org/oas/3.1/dialect/base", "http://json-schema.org/schema#", "x", 3,
-    "http://json-schema.org/draft-06/schema#", "https://json-schema.org/draft-07/schema",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_schema_of_any_dialect_is_read(dialect: object, toy: lb.Model) -> None:
-    inner = {
-        "$schema": dialect,
-        "type": "object",
-        "properties": {"a": {"enum": [1]}},
-        "required": ["a"],
-    }
-    for schema, text in ((inner, '{"a": 1}'), ({"type": "array", "items": inner}, '[{"a": 1}]')):
-        grammar = lb.Grammar.from_json_schema(schema)
-        assert accepts(toy, grammar, text) and not accepts(toy, grammar, text.replace("1", "2"))
-
-
 Name = NewType("Name", str)
 Names = NewType("Names", list[Name])
 

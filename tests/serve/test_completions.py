@@ -195,7 +195,14 @@ def test_text_follows_what_is_asked_for(api: Any) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-BAD = {"type": "hiccup"}
+def said(content: Any) -> dict[str, Any]:
+    """Return a conversation that begins with this."""
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+BAD, HI, PICTURE = {"type": "hiccup"}, said("x"), {"type": "image_url", "image_url": {}}
+SING = {"name": "sing"}
+FUNCTION = {"type": "function", "function": {"name": "marry", "parameters": {"type": "object"}}}
 # The parameter that an error names, a part of its message, and the bodies that are refused for it.
 REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("prompt", "", [{"prompt": 5}, {"prompt": []}, {"prompt": [5, [6]]}, {"prompt": None}]),
@@ -222,7 +229,18 @@ REFUSED: list[tuple[str | None, str, list[dict[str, Any]]]] = [
     ("response_format", "", [{"response_format": {"type": "json_schema"}}]),
     ("response_format", "", [{"response_format": {"type": "sound"}}]),
     ("regex", "", [{"regex": "("}]),
-]
+    ("messages", "the context has room for 1024", [said("word " * 3000)]),
+    ("messages", "", [said(5), said([PICTURE]), *({"messages": m} for m in ([], [{}], [{"role": 5}]))]),
+    ("tool_choice", "", [{**HI, "tool_choice": "foo"}, {**HI, "tool_choice": "required"}]),
+    ("tool_choice", "", [{**HI, "tools": [FUNCTION], "tool_choice": {**FUNCTION, "function": SING}}]),
+    ("tools", "", [{**HI, "tools": [{"type": "function"}]}]),
+    ("modalities", "", [{**HI, "modalities": ["audio"]}]),
+    ("top_logprobs", "", [{**HI, "top_logprobs": 2}]),
+    ("add_generation_prompt", "", [
+        {**HI, "add_generation_prompt": True, "continue_final_message": True},
+    ]),
+    ("chat_template_kwargs", "", [{**HI, "chat_template_kwargs": {"messages": []}}]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("param", "message", "bodies"), REFUSED, ids=range(len(REFUSED)))
@@ -230,21 +248,15 @@ def test_what_is_refused(
     api: Any, param: str | None, message: str, bodies: list[dict[str, Any]]
 ) -> None:
     for body, more in product(bodies, ({}, {"stream": True})):
-        error = post(api, 400, **{"prompt": "x", **body, **more})["error"]
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        error = post(api, 400, path, **{"prompt": "x", **body, **more})["error"]
         assert message in error["message"]
         assert (error["code"], error["param"]) == (400, param)
         assert error["type"] == "invalid_request_error"
 
 
-def test_what_is_refused_in_conversations(api: Any) -> None:
-    path = "/v1/chat/completions"
-    error = post(api, 400, path, messages=[{"role": "user", "content": "word " * 3000}])["error"]
-    assert (error["param"], error["type"]) == ("messages", "invalid_request_error")
-    assert "the context has room for 1024" in error["message"]
-    for name, value in (("messages", []), ("tool_choice", "foo"), ("modalities", ["audio"])):
-        body = {"messages": [{"role": "user"}], name: value}
-        assert post(api, 400, path, **body)["error"]["param"] == name
-    assert post(api, 400, path)["error"]["param"] == "messages"
+def test_messages_are_needed(api: Any) -> None:
+    assert post(api, 400, "/v1/chat/completions")["error"]["param"] == "messages"
 
 
 def test_end_of_the_cache_is_a_length(api: Any, beside: lb.Context) -> None:

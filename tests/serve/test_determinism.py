@@ -8,7 +8,7 @@ import json
 import os
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -121,31 +121,25 @@ DRAFTERS: dict[str, Callable[[], lb.Drafter | None]] = {
 }
 
 
-def test_answers_are_the_same_beside_others() -> None:
-    n = 24
-    expected = answers(bundled_engine, n, concurrency=1)
-    for cache in ("small", "own"):
-        small = partial(bundled_engine, drafter=lb.SuffixDrafter, **CACHES[cache])
-        drafted = answers(small, n, concurrency=8, shuffle=1, leaves=0.3)
-        assert drafted == expected
-
-
 @pytest.mark.parametrize(  # every pair of two of these
-    ("concurrency", "drafter", "cache"),
-    [(8, "none", "usual"), (32, "none", "small"), (8, "suffix", "small"), (32, "suffix", "usual"),
-     (32, "none", "own"), (8, "suffix", "own")],
+    ("n", "concurrency", "drafter", "kind"),
+    [(24, 8, "suffix", "small"), (24, 8, "suffix", "own"),
+     *(pytest.param(200, *load, marks=pytest.mark.slow) for load in (
+         (8, "none", "usual"), (32, "none", "small"), (8, "suffix", "small"), (32, "suffix", "usual"),
+         (32, "none", "own"), (8, "suffix", "own"),
+     ))],
 )  # fmt: skip
-def test_two_hundred_answers_are_the_same_under_any_load(
-    concurrency: int, drafter: str, cache: str, expected: list[object]
+def test_answers_are_the_same_under_any_load(
+    n: int, concurrency: int, drafter: str, kind: str
 ) -> None:
-    engine = partial(bundled_engine, drafter=DRAFTERS[drafter], **CACHES[cache])
-    received = answers(engine, 200, concurrency=concurrency, shuffle=concurrency, leaves=0.2)
-    assert received == expected
+    engine = partial(bundled_engine, drafter=DRAFTERS[drafter], **CACHES[kind])
+    received = answers(engine, n, concurrency=concurrency, shuffle=concurrency, leaves=0.3)
+    assert received == expected(n)
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[object]:
-    return answers(bundled_engine, 200, concurrency=1)
+@cache
+def expected(n: int) -> list[object]:
+    return answers(bundled_engine, n, concurrency=1)
 
 
 def test_nothing_leaks_over_two_thousand_requests() -> None:

@@ -137,23 +137,3 @@ def test_last_answer_is_continued(client: Any, server: Serving) -> None:
     assert continued.prompt_token_ids == expected
     with pytest.raises(openai.BadRequestError, match="two answers"):
         ask(client, [*begun, begun[-1]])
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"messages": [{}]},
-        {"messages": [{"role": 5}]},
-        {"messages": [{"role": "user", "content": 5}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        {"top_logprobs": 2},
-        {"tools": [{"type": "function"}]},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sing"}}},
-        {"tool_choice": "required"},
-        {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
-        {"extra_body": {"chat_template_kwargs": {"messages": []}}},
-    ],
-)
-def test_what_is_refused(client: Any, more: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError):
-        ask(client, **more)

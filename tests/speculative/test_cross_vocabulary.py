@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,6 @@ from drafts import FIXED, PROMPTS, WARM, plain, write_renumbered
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, Speculator
 from llamabranch.errors import VocabularyMismatchError
-
-
-@pytest.fixture(scope="module")
-def renumbered(
-    target: lb.Model, draft: lb.Model, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[lb.Model]:
-    path = write_renumbered(draft, tmp_path_factory.mktemp("renumbered"))
-    with lb.Model(path) as model:
-        assert [model.piece(t) for t in model.eog_tokens] == [
-            draft.piece(t) for t in draft.eog_tokens
-        ]
-        assert not target.compatibility(model)
-        assert target.compatibility(draft)
-        yield model
-
-
-@pytest.fixture
-def renumbered_ctx(renumbered: lb.Model) -> Iterator[Context]:
-    with Context(renumbered, n_ctx=1024, n_seq_max=8, n_threads=1) as ctx:
-        yield ctx
-        ctx.audit()
 
 
 def test_states_follow_forks_that_outlive_their_parents(ctx: Context, draft_ctx: Context) -> None:
@@ -58,15 +36,19 @@ def test_states_follow_forks_that_outlive_their_parents(ctx: Context, draft_ctx:
 # -- pairs that cannot -------------------------------------------------------------------------------
 
 
-def test_pairs_that_cannot_draft_are_refused(
-    tmp_path: Path, ctx: Context, renumbered_ctx: Context
-) -> None:
-    renumbered = ModelDrafter(renumbered_ctx)
+def test_pairs_that_cannot_draft_are_refused(tmp_path: Path, ctx: Context, draft: lb.Model) -> None:
     with (
         lb.Model(toys.write_llama(tmp_path / "none.gguf", vocab="none")) as mute,
+        lb.Model(write_renumbered(draft, tmp_path)) as other,
         Context(mute, n_threads=1) as silent,
+        Context(other, n_threads=1) as renumbered_ctx,
     ):
-        assert not ctx.model.compatibility(mute)
+        assert ctx.model.compatibility(draft)
+        assert not ctx.model.compatibility(mute) and not ctx.model.compatibility(other)
+        assert [other.piece(t) for t in other.eog_tokens] == [
+            draft.piece(t) for t in draft.eog_tokens
+        ]
+        renumbered = ModelDrafter(renumbered_ctx)
         chain = lb.ChainDrafter([lb.SuffixDrafter(), renumbered])
         refused: tuple[tuple[Context, lb.Drafter], ...] = (
             (ctx, renumbered), (ctx, chain), (ctx, ModelDrafter(silent)), (silent, ModelDrafter(ctx)),

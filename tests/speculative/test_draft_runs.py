@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from llama_cpp import llama_cpp as C
 
@@ -13,30 +12,6 @@ from llamabranch.generation.drafter import FixedLength
 
 TALE = "Once upon a time there was a king who had three daughters, and the youngest"
 WARM = SamplingParams(seed=7)
-
-
-def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
-    lengths = set()
-    hot = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
-    with (
-        Context(small_toy, n_ctx=128, n_threads=1, exact=True) as target,
-        Context(small_toy, n_ctx=128, n_threads=1, exact=True) as draft_ctx,
-        Branch.start(target, [0, 5, 6], sampling=hot) as branch,
-    ):
-        state = ModelDrafter(draft_ctx).start(branch.sequence, "token")
-        tokens = [*branch.tokens, 4]
-        for i in range(8):
-            draft = state.propose(tokens, FixedLength(6), 6)
-            draft_ctx.audit()
-            is_end = [small_toy.is_eog(token) for token in draft.tokens]
-            assert not any(is_end[:-1])
-            assert (draft.stopped == "end") == is_end[-1]
-            assert len(draft.sources) == len(draft.tokens)
-            lengths |= {len(draft.tokens)} if is_end[-1] else set()
-            state.observe(len(tokens))
-            tokens.append(3 + (5 + i) % 9)
-        state.close()
-    assert len(lengths) > 2
 
 
 @pytest.mark.parametrize("n_free", range(1, 7))
@@ -103,12 +78,3 @@ def test_interrupted_draft_loses_nothing(share: float, ctx: Context, draft: lb.M
         draft_ctx.audit()
         state.close()
         draft_ctx.audit()
-
-
-def test_rows_that_others_need_survive_a_draft(ctx: Context, draft_ctx: Context) -> None:
-    with Branch.start(draft_ctx, "A fox", seed=3) as bystander, Branch.start(ctx, TALE) as branch:
-        before = bystander.logits
-        state = ModelDrafter(draft_ctx).start(branch.sequence, "seeded")
-        state.propose([*branch.tokens, 299], FixedLength(5), 5)
-        assert np.array_equal(bystander.logits, before)
-        state.close()

@@ -79,14 +79,6 @@ def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:
     assert ctx.usage().cells_used == 0
 
 
-def test_two_tokens_leave_nothing_to_draft(ctx: lb.Context) -> None:
-    drafter = lb.FunctionDrafter(lambda tokens, k: [7] * k)
-    for n, n_drafts in ((2, 0), (3, 1)):
-        speculator = lb.Speculator(ctx, drafter, SpeculativeConfig(draft_k=1))
-        generation = speculator.generate(PROMPT, max_tokens=n, sampling=SEEDED).finish()
-        assert generation.stats.num_drafts == n_drafts
-
-
 # -- a rule ----------------------------------------------------------------------------------------
 
 

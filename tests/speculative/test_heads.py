@@ -179,22 +179,14 @@ def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
         branch.prune()
 
 
-def test_forgotten_branch_gives_its_sequences_back(pair: Pair) -> None:
-    """The state that is kept for a branch's next generation must not keep the branch alive."""
-    speculator, n_free = pair.speculator(), pair.ctx.n_seq_free
-    branch = lb.Branch.start(pair.ctx, PROMPTS[0], sampling=SETTINGS["greedy"])
-    speculator.generate(branch, max_tokens=6).finish()
-    assert pair.ctx.n_seq_free < n_free
-    del branch
-    gc.collect()
-    assert pair.ctx.n_seq_free == n_free
-    assert pair.drafter.ctx.usage().cells_used == 0
-
-
 def test_forks_and_rewound_branches_go_on_with_the_state(pair: Pair) -> None:
+    """The kept state does not keep a branch alive: a forgotten branch gives its sequences back."""
     sampling = SETTINGS["seeded"]
-    speculator = pair.speculator()
+    speculator, n_free = pair.speculator(), pair.ctx.n_seq_free
     with lb.Branch.start(pair.ctx, PROMPTS[2], sampling=sampling) as root:
+        forgotten = root.fork()
+        speculator.generate(forgotten, max_tokens=6).finish()
+        del forgotten
         speculator.generate(root, max_tokens=8).finish()
         decodes = pair.drafter.ctx.decoder.n_decodes
         for child in root.fork_many(2):
@@ -210,8 +202,9 @@ def test_forks_and_rewound_branches_go_on_with_the_state(pair: Pair) -> None:
         root.rewind(n + 5)
         assert first == first[:5] + speculator.generate(root, max_tokens=9).finish().tokens
         speculator.forget(root)
+    gc.collect()
     pair.audit()
-    assert pair.drafter.ctx.usage().cells_used == 0
+    assert pair.drafter.ctx.usage().cells_used == 0 and pair.ctx.n_seq_free == n_free
 
 
 def test_snapshots_load_with_and_without_a_head(
@@ -632,9 +625,6 @@ def test_command_line_takes_heads(folder: Path) -> None:
 
 
 def test_models_show_tells_what_files_offer(folder: Path) -> None:
-    pair = answer("models", "show", "tale-target", "tale-eagle")
-    assert pair["compatible"] is True
-    assert pair["models"][1]["target_layers"] == [1, 3, 5]
     misfit = answer("models", "show", str(toy("glm4moe", folder)), "tale-eagle")
     assert not misfit["compatible"] and "hidden states of 256" in misfit["reason"]
     assert misfit["models"][0]["mtp_layers"] == 1

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from drafts import FIXED, GREEDY, PROMPTS, WARM, plain
-from test_drafted_text import DRAFTERS, World
+from test_drafted_text import DRAFTERS, World, begin
 
 import llamabranch as lb
 from llamabranch import (
@@ -24,6 +24,7 @@ from llamabranch import (
     SpeculativeConfig,
     Speculator,
 )
+from llamabranch.errors import ClosedError
 
 # -- what is left in memory --------------------------------------------------------------------------
 
@@ -40,6 +41,7 @@ class Garden:
     ) -> None:
         self.rng = rng
         self.grammar = grammar
+        self.ctx, self.drafter = ctx, drafter
         self.speculator = Speculator(ctx, drafter, FIXED)
         params = SamplingParams(temperature=0.9, seed=7, repeat_penalty=1.2, penalty_last_n=16)
         self.branches = [Branch.start(ctx, PROMPTS[0], sampling=params, grammar=grammar)]
@@ -58,9 +60,13 @@ class Garden:
         if deed == "speak":
             self.speak(branch, n)
         elif deed == "leave":  # the generation is abandoned in the middle of a block
-            generation = self.speculator.generate(branch)
-            new_tokens = [next(generation).token for _ in range(n)]
-            generation.close()
+            caller = str(self.rng.choice(["branch", "session"]))
+            following, close = begin(caller, self.ctx, self.drafter, branch)
+            new_tokens = [token.token for token in (following() for _ in range(n)) if token]
+            close()
+            close()
+            with pytest.raises(ClosedError if caller == "session" else StopIteration):
+                following()
             assert branch.tokens[-n:] == new_tokens
         elif deed == "fork" and len(self.branches) < 5:
             self.branches.append(branch.fork())
@@ -89,6 +95,7 @@ class Garden:
         ("suffix", None),
         ("chain", 'root ::= ("yes " | "no " | "maybe "){99}'),
         ("own settings", None),
+        ("grammar", 'root ::= ("a longer phrase. " | "another one. "){99}'),
     ],
 )
 def test_memory_is_that_of_a_fresh_prefill_after_any_work(
@@ -240,18 +247,6 @@ def test_reading_a_prompt_is_no_draft_steps_time(ctx: Context, draft_ctx: Contex
     repeated = copied.generate("one two three one two three one two", max_tokens=20, sampling=WARM)
     stats = repeated.finish().stats
     assert stats.num_draft_steps >= stats.num_draft_tokens > 0
-
-
-# -- what is reported --------------------------------------------------------------------------------
-
-
-def test_tokens_report_what_plain_decoding_does(ctx: Context, draft_ctx: Context) -> None:
-    """Alternatives are equal to the bit, too, whatever the source."""
-    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        expected = list(branch.generate(60, top_logprobs=3))
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
-    generation = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM, top_logprobs=3)
-    assert [token._replace(source="plain") for token in generation] == expected
 
 
 # -- sessions ----------------------------------------------------------------------------------------

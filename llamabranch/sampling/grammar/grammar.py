@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast, get_origin
 
 from ...arguments import instance, items
@@ -15,18 +16,15 @@ from ...model import Model
 from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, compiled
-from .sampler_matcher import SamplerMatcher
 
-__all__ = ["Grammar", "GrammarState"]
-
-GrammarState = Matcher | SamplerMatcher
+__all__ = ["Grammar"]
 
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
-_RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?\w.*?)?:")  # the beginning of a rule in Lark
-# In a chain of more than 2,000 rules llguidance's stack would end the process.
-_MOST_RULES = 1000
+_RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?(\w+).*?)?:")  # the beginning of a rule in Lark
+# In a chain of more than 2,000 rules or groups llguidance's stack would end the process.
+_MOST_DEEP = 1000
 _REASONS = (  # rewrites llguidance's reasons without its expressions
     ("^the grammar is refused: ", ""),
     ("^regex parse error:.*error: ", "pattern: "),
@@ -59,8 +57,7 @@ class Grammar:
     kind: str = "gbnf"
     whitespace: str = "single"
     model: type | None = field(default=None, compare=False, repr=False)
-    token_texts: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
-    token_ids: tuple[int, ...] = field(default=(), init=False, repr=False, compare=False)
+    names_tokens: bool = field(default=False, init=False, repr=False, compare=False)
     guidance: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +81,7 @@ class Grammar:
         object.__setattr__(self, "guidance", self._compile())
 
     def _compile(self) -> str:
-        """Return the grammar in llguidance's form; "" if llama.cpp's own sampler must be used."""
+        """Return the grammar in llguidance's form."""
         if self.kind == "gbnf":
             return self._compile_gbnf()
         if self.kind == "json_schema":
@@ -105,18 +102,12 @@ class Grammar:
             return guidance
         raise _refusal(schema, reason, self.whitespace)
 
-    def _compile_gbnf(self) -> str:
+    def _compile_gbnf(self, model: Model | None = None) -> str:
         parsed = Gbnf(self.source)
-        object.__setattr__(self, "token_texts", tuple(parsed.token_texts))
-        object.__setattr__(self, "token_ids", tuple(parsed.token_ids))
-        if parsed.names_tokens:
-            return ""
-        try:
-            return compiled("lark", parsed.lark)
-        except GrammarError:  # for example an empty range, which llama.cpp accepts
-            if parsed.repeats_empty:
-                raise
-            return ""
+        object.__setattr__(self, "names_tokens", bool(parsed.tokens))
+        lark = parsed.lark(model)
+        _check_lark(lark)
+        return compiled("lark", lark)
 
     @classmethod
     def from_json_schema(
@@ -205,7 +196,7 @@ class Grammar:
             return self.source
         return {"source": self.source, "kind": self.kind, "whitespace": self.whitespace}
 
-    def start(self, model: Model, *, forcing: bool = False) -> GrammarState:
+    def start(self, model: Model, *, forcing: bool = False) -> Matcher:
         """Return the state of this grammar before the first token.
 
         Args:
@@ -219,12 +210,9 @@ class Grammar:
         """
         if not model.has_text:
             raise GrammarError("a grammar needs a model with a vocabulary")
-        if not self.guidance:
-            return SamplerMatcher(model, self.source, self.token_texts, self.token_ids)
+        guidance = self._compile_gbnf(model) if self.names_tokens else self.guidance
         is_split = forcing and self.kind == "gbnf"
-        return Matcher(
-            model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance
-        )
+        return Matcher(model, guidance.replace(NO_FORCING, "{}") if is_split else guidance)
 
     def parse(self, text: str) -> object:
         """Return the value of a complete JSON text: a JSON value, or an instance of the schema's type.
@@ -241,13 +229,37 @@ class Grammar:
 
 def _check_lark(source: str) -> None:
     """Refuse rules and schemas that llguidance would enter too deep, one inside the other."""
-    n_rules = len(_RULE.findall(source))
-    if n_rules > _MOST_RULES:
-        raise GrammarError(f"the grammar has {n_rules} rules, above the limit of {_MOST_RULES}")
+    depth = _lark_depth(source)
+    if depth > _MOST_DEEP:
+        raise GrammarError(
+            f"the grammar is {depth} groups deep, rule in rule, above the limit of {_MOST_DEEP}",
+            hint="use fewer groups, or fewer rules that stand for other rules",
+        )
     for place in re.finditer(r"%json\s*", source):
         with contextlib.suppress(ValueError, RecursionError):  # llguidance refuses these itself
             schema, _ = json.JSONDecoder().raw_decode(source, place.end())
             json_schemas.check_depth(schema)
+
+
+def _lark_depth(source: str) -> int:
+    """Return how many groups and rules of a Lark grammar are inside one another, at most."""
+    heads = list(_RULE.finditer(source))
+    ends = [*(head.start() for head in heads), len(source)][1:]
+    bodies = {str(h[1]): source[h.end() : end] for h, end in zip(heads, ends, strict=True)}
+    inside = {name: bodies.keys() & set(re.findall(r"\w+", text)) for name, text in bodies.items()}
+    depths, entered, path = dict.fromkeys(inside, 0), set[str](), list(inside)
+    while path:  # a rule is left once those inside it were
+        name = path[-1]
+        if name not in entered:
+            entered.add(name)
+            path += inside[name] - entered
+            continue
+        path.pop()
+        if not depths[name]:
+            groups = max(accumulate((c == "(") - (c == ")") for c in bodies[name]), default=0)
+            below = max((depths[inner] for inner in inside[name]), default=0)
+            depths[name] = max(1, groups) + below
+    return max(depths.values(), default=0)
 
 
 def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:

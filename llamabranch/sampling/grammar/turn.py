@@ -13,6 +13,7 @@ from ...model import Model
 from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_text_schema
 from ...model.tools import Tools
 from . import schema as json_schemas
+from .gbnf import ranges
 from .grammar import Grammar
 from .schema import pointed
 
@@ -108,7 +109,7 @@ def _freed(schema: object) -> dict[str, object]:
 
 def _as_rule(name: str, grammar: Grammar) -> str:
     """Return the rules of a grammar; the first rule gets this name."""
-    if not grammar.guidance:
+    if grammar.names_tokens:
         raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
     (compiled,) = json.loads(grammar.guidance)["grammars"]
     if compiled.get("json_schema") is not None:
@@ -241,7 +242,7 @@ class _Writer:
         match = self._pattern.match(trigger)
         first = match[0] if match else ""
         free = [token for text, token in self._control.items() if text not in {first, *self._eog}]
-        choices = [f"<[{_ranges(free)}]> SOME?"] if free else []
+        choices = [f"<[{ranges(free)}]> SOME?"] if free else []
         rest = trigger[len(first) :]
         after = self._pattern.search(rest)
         rest = rest[: after.start()] if after else rest
@@ -288,9 +289,7 @@ class _Writer:
                 words.append(self._arguments(form, i, schema))
             elif part is Slot.WORDS and self._pattern.match(str(parts[at + 1])):
                 others = [t for tag, t in self._control.items() if tag not in self._eog]
-                words.append(
-                    f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{_ranges(others)}]> WORDS?)?"
-                )
+                words.append(f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{ranges(others)}]> WORDS?)?")
             elif part is Slot.WORDS:
                 # The lexer does not go back, so tags that are text are one lexeme.
                 pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{_regex(str(parts[at + 1]))}/"
@@ -576,17 +575,6 @@ def _escapes(backslash: str, third: str) -> str:
 
 def _choice(words: Iterable[str]) -> str:
     return "|".join(map(_regex, sorted(words)))
-
-
-def _ranges(ids: Iterable[int]) -> str:
-    """Return token ids as Lark's ranges: "2-5,9"."""
-    runs: list[list[int]] = []
-    for token in sorted(ids):
-        if runs and token == runs[-1][1] + 1:
-            runs[-1][1] = token
-        else:
-            runs.append([token, token])
-    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
 
 
 def _sequence(members: Sequence[tuple[str, str, bool]]) -> tuple[str, bool]:

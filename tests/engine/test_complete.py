@@ -259,13 +259,11 @@ def test_async_twins(chatting: Context) -> None:
             async for event in engine.complete(PROMPTS, stream=True):
                 texts[event.id] += event.text
             assert list(texts.values()) == expected
-            with pytest.raises(ConfigError):
-                await engine.complete(PROMPTS[0], n=0)
-            with pytest.raises(ConfigError, match="drafter"):
-                await engine.complete(PROMPTS[0], drafter=None)
+            call: Any = engine.complete
             for bad in ({"n": 0}, {"drafter": None}, {"temprature": 1.0}):
-                call: Any = engine.complete  # with a stream at the call, as `Context.complete`
-                with pytest.raises(ConfigError):
+                with pytest.raises(ConfigError, match=next(iter(bad))):
+                    await call(PROMPTS[0], **bad)
+                with pytest.raises(ConfigError):  # at the call, as `Context.complete`
                     call(PROMPTS[0], stream=True, **bad)
             with pytest.raises(ConfigError):
                 engine.chat([], stream=True)

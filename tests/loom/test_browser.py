@@ -118,28 +118,6 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.locator("#tree:focus").wait_for()  # where the dialog was opened
 
 
-def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
-    before = written(page)
-    page.keyboard.press("End")
-    typed(page, " Then the moon rose.")
-    assert "".join(tokens(page)).endswith("Then the moon rose.")
-    page.wait_for_function(
-        "n => document.querySelectorAll('#text [data-lp]').length >= n", arg=len(before)
-    )
-    page.locator("#text [data-token]").nth(3).click()
-    page.locator("#text").press("e")
-    box = page.locator(".typing textarea")
-    box.fill(box.input_value().replace("moon", "sun"))
-    press(page, "Escape")
-    now = "".join(tokens(page))
-    assert "sun rose" in now and "moon" not in now
-    assert tokens(page)[: len(before)] == before
-    page.locator("#tree").focus()
-    press(page, "u")
-    rows = "[...document.querySelectorAll('#rows > :not([hidden])')]"  # hidden ones keep their last text
-    page.wait_for_function(f"() => !{rows}.some((row) => /sun rose/.test(row.textContent))")
-
-
 def do(page: Page, op: str, **fields: object) -> Any:
     cid = page.evaluate("crypto.randomUUID()")
     return asked(page, "/loom/do", json.dumps({"op": op, "cid": cid, **fields}))
@@ -190,7 +168,8 @@ def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
 
 def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> None:
     written(page)
-    for way in ("delete", "delete and reload", "continue", "take", "type"):
+    box = page.locator(".typing textarea")
+    for way in ("delete", "delete and reload", "continue", "take", "type", "edit"):
         if way == "continue":
             press(page, "u", "g", at="#text")
             page.locator(".shoot").first.click()
@@ -204,6 +183,11 @@ def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> No
             take(page, 6)
         elif way == "type":
             typed(page, " and so they slept")
+        elif way == "edit":
+            page.locator("#text").press("e")
+            box.fill(box.input_value().replace("they slept", "she woke"))
+            press(page, "Escape")
+            assert "".join(tokens(page)) == "".join(before[1]).replace("they slept", "she woke")
         else:
             press(page, "Delete", at="#text")
         after = chosen(page), tokens(page)

@@ -15,7 +15,7 @@ from paging import Paged
 
 from llamabranch import ConfigError
 from llamabranch.loom import formats
-from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens
+from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens, Turn
 
 HOSTILE = (
     "</script><img src=x onerror=alert(1)>", "\u202eright to left", "\x1b[31m", "\x00", "a\u0301" * 50,
@@ -46,7 +46,8 @@ def documents(draw: st.DrawFn) -> Document:
         if parent is not None and not end:
             parent = None
         by = draw(st.sampled_from("AB"))
-        document.apply(Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=by))
+        turns = [Turn("user", at, at, text=name) for name in draw(st.lists(PIECES, max_size=2))]
+        document.apply(Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=by, turns=turns))
         ids = draw(st.lists(st.integers(0, len(words) - 1), min_size=1, max_size=6))
         lps = [draw(st.floats(-20, 0, width=32) | st.none()) for _ in ids]
         document.apply(tokens(f"n{i}", ids, lps))

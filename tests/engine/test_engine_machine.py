@@ -1,6 +1,7 @@
 """Any interleaving of add, abort, step, preemption, eviction and compaction.
 
-Each text equals that of its request alone, to the token, and at the end nothing is left.
+Each text equals that of its request alone, to the token, and so do the scores of its prompt. At the end
+nothing is left.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Event, Request, SamplingParams
+from llamabranch.context.logits import TokenScore
 from llamabranch.errors import CapacityError, DecodeInterruptedError
 
 N_CELLS = 256
@@ -56,6 +58,10 @@ class World:
                 self.known[key] = [t.token for t in branch.generate(request.max_tokens)]
         return self.known[key]
 
+    def scores(self, prompt: Any) -> list[TokenScore | None]:
+        with Branch.start(self.clean, prompt[:1]) as branch:
+            return [None, *branch.score(prompt[1:], top=1)] if prompt[1:] else [None]
+
 
 class Run:
     """Requests and guests in a small cache."""
@@ -92,6 +98,9 @@ class Run:
             expected = self.world.alone(request, result.seed)
             if result.finish_reason in ("stop", "length"):
                 assert result.tokens == expected
+                if request.prompt_logprobs is not None and not self.world.window:
+                    assert result.prompt_logprobs == self.world.scores(request.prompt)
+                    self.tally["rated"] += 1
             else:
                 assert result.finish_reason in ("cancelled", "capacity"), result
                 if result.finish_reason == "capacity":
@@ -220,6 +229,7 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
                     run.act()
                 run.finish()
     expected = {"length", "cancelled", "interrupted", "compacted"}
+    expected |= set() if window else {"rated"}
     if which in ("plain", "cached"):
         expected |= {"preempted", "full", "capacity"}
     assert expected <= {name for name, n in tally.items() if n}, tally

@@ -8,11 +8,10 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from ..arguments import whole
@@ -22,14 +21,7 @@ from ..context.prefix_cache import n_common
 from ..engine import Engine
 from ..engine.completion import ChatOptions, Completion, plan_chat
 from ..engine.context import Context
-from ..errors import (
-    BranchStateError,
-    CacheFullError,
-    ConfigError,
-    LlamaBranchError,
-    UnsupportedError,
-    UsageError,
-)
+from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
 from ..model import stop_strings
 from ..model.tools import ToolCall
 from ..native import forkable_lock
@@ -39,7 +31,7 @@ from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from ..speculative import SpeculativeConfig
 from ..speculative.combined import DrafterChoice
-from .conversation import Exchange, Line, drawn, exchanges_of, messages_of
+from .conversation import Exchange, drawn, exchanges_of, messages_of
 from .saved import read_chat, write_chat
 
 if TYPE_CHECKING:
@@ -49,20 +41,6 @@ __all__ = ["Answer", "Chat"]
 
 # Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
-Conversation = tuple[dict[int, Line], int]  # the branches, and the current one
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _exclusive(method: Callable[Concatenate[Chat, P], R]) -> Callable[Concatenate[Chat, P], R]:
-    """Let a method of `Chat` run in one thread at a time."""
-
-    @wraps(method)
-    def call(chat: Chat, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with chat.held():
-            return method(chat, *args, **kwargs)
-
-    return call
 
 
 class Chat:
@@ -103,21 +81,17 @@ class Chat:
         system: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> None:
-        text_context("ctx", ctx)
-        if ctx.model.chat_template is None:
-            raise UnsupportedError(
-                f"{ctx.model.name} has no chat template: it was not trained on conversations",
-                hint="load(..., chat_template='chatml') sets one; Branch.append continues plain text",
-            )
-        ctx.keep_prefixes(always=True)
-        self.ctx, self.engine = ctx, Engine(ctx, drafter, config, max_tokens=None)
+        self.ctx = cast(Context, text_context("ctx", ctx))
         self.sampling, self.options = settings_of(None), ChatOptions(max_tokens=None)
         self.current = 1
         self._lock = forkable_lock()
-        self._lines = {1: Line(1, system=system)}
+        self._system = system
+        self._heads: dict[int, Exchange | None] = {1: None}
         self._id = uuid4().hex  # a chat that is loaded keeps it
         self._answer: Answer | None = None
         self.set(**{"seed": settings_of(options.get("sampling")).seed, **options})
+        ctx.keep_prefixes(always=True)
+        self.engine = Engine(ctx, drafter, config, max_tokens=None)
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -131,10 +105,10 @@ class Chat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @_exclusive
     def close(self) -> None:
         """End a running answer. Its K/V stays in the prefix cache until the cells are needed."""
-        self._end_answer()
+        with self.held():
+            self._end_answer()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -156,7 +130,8 @@ class Chat:
     @property
     def exchanges(self) -> list[Exchange]:
         """The messages of the current branch with their answers, in order."""
-        return self._lines[self.current].path
+        head = self._heads[self.current]
+        return [] if head is None else head.path
 
     @property
     def messages(self) -> list[dict[str, object]]:
@@ -165,47 +140,45 @@ class Chat:
 
     @property
     def system(self) -> str | None:
-        """The system message of the current branch, or None. You can set it."""
-        return self._lines[self.current].system
+        """The system message of all branches, or None. You can set it."""
+        return self._system
 
     @system.setter
-    @_exclusive
     def system(self, text: str | None) -> None:
-        self._plan(text, [], Exchange(None, "x"))  # the template may refuse it
-        self._end_answer()
-        self._lines[self.current] = replace(self._lines[self.current], system=text)
+        with self.held():
+            self._plan(text, [Exchange(None, "x")])  # the template may refuse it
+            self._end_answer()
+            self._system = text
 
-    @_exclusive
     def set(self, **changes: Unpack[ChatOptions]) -> None:
         """Change options of the next answers, by the names of `Context.chat`; ``seed=None`` is random.
 
         Raises:
             ConfigError: an unknown option or a bad value; nothing is changed.
         """
-        before = self.sampling, self.options
-        if changes.get("seed", 0) in (None, -1):
-            changes["seed"] = random_seed()
-        base = changes.pop("sampling", None) or self.sampling
-        settings = {k: v for k, v in changes.items() if k in SamplingSettings.__annotations__}
-        others = {k: v for k, v in changes.items() if k not in settings}
-        self.sampling = settings_of(base, **settings)
-        self.options = cast(ChatOptions, {**self.options, **others})
-        try:
-            self._plan(self.system, [], Exchange(None, "x"))
-        except BaseException:
-            self.sampling, self.options = before
-            raise
+        with self.held():
+            if changes.get("seed", 0) in (None, -1):
+                changes["seed"] = random_seed()
+            base = changes.pop("sampling", None) or self.sampling
+            settings = {k: v for k, v in changes.items() if k in SamplingSettings.__annotations__}
+            others = {k: v for k, v in changes.items() if k not in settings}
+            sampling = settings_of(base, **settings)
+            options = cast(ChatOptions, {**self.options, **others})
+            plan_chat(
+                self.ctx, messages_of(self.system, [Exchange(None, "x")]), sampling, **options
+            )
+            self.sampling, self.options = sampling, options
 
     @property
     def n_cut(self) -> int:
         """How many exchanges the last answer did not see, because the context was full."""
-        head = self._lines[self.current].head
+        head = self._heads[self.current]
         return 0 if head is None else head.n_cut
 
     @property
     def branches(self) -> list[int]:
         """The numbers of the branches of the conversation, oldest first."""
-        return list(self._lines)
+        return list(self._heads)
 
     @property
     def stats(self) -> EngineStats:
@@ -214,11 +187,10 @@ class Chat:
 
     def tree(self) -> str:
         """Return a drawing of all branches: a line for each message and its answer."""
-        return drawn(self._lines.values(), self.current)
+        return drawn(self._heads, self.current)
 
     # -- answers -----------------------------------------------------------------------------------
 
-    @_exclusive
     def send(self, text: str) -> Answer:
         """Send a message and return its answer, which is generated while you iterate over it.
 
@@ -230,11 +202,9 @@ class Chat:
             CacheFullError: the message is too long, even alone. ConfigError: it is not text, or the
                 template refuses it. The conversation is as before.
         """
-        self._end_answer()
-        line = self._lines[self.current]
-        return self._begin(line, Exchange(line.head, _text(text)), self.sampling.drawn_seed())
+        with self.held():
+            return self._begin(self.current, Exchange(self._heads[self.current], _text(text)))
 
-    @_exclusive
     def results(self, *results: object) -> Answer:
         """Pass the results of the functions that the last answer called, in order, and return the answer.
 
@@ -244,31 +214,32 @@ class Chat:
             UsageError: the last answer has no calls, or another number of calls. ConfigError: a value is
                 not JSON. It also raises the errors of `send`.
         """
-        self._end_answer()
-        line = self._lines[self.current]
-        calls = [] if line.head is None else line.head.calls
-        if not calls or len(calls) != len(results):
-            raise UsageError(
-                f"the last answer calls {len(calls)} functions, and there are {len(results)} results"
-            )
-        try:
-            texts = [
-                r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in results
-            ]
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"a result is not JSON: {error}") from None
-        return self._begin(line, Exchange(line.head, "", results=texts), self.sampling.drawn_seed())
+        with self.held():
+            self._end_answer()
+            head = self._heads[self.current]
+            n = 0 if head is None else len(head.calls)
+            if not n or n != len(results):
+                raise UsageError(
+                    f"the last answer calls {n} functions, and there are {len(results)} results"
+                )
+            try:
+                texts = [
+                    r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in results
+                ]
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"a result is not JSON: {error}") from None
+            return self._begin(self.current, Exchange(head, "", results=texts))
 
-    @_exclusive
     def retry(self) -> Answer:
         """Answer the last message once more, with another seed, on a new branch.
 
         Raises:
             UsageError: there is no message. It also raises the errors of `send`.
         """
-        return self._instead(self._exchange(len(self.exchanges)))
+        with self.held():
+            last = self._exchange(len(self.exchanges))
+            return self._begin(0, Exchange(last.parent, last.user, results=last.results))
 
-    @_exclusive
     def edit(self, n: int, text: str) -> Answer:
         """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
 
@@ -277,91 +248,82 @@ class Chat:
         Raises:
             UsageError: there is no such message. It also raises the errors of `send`.
         """
-        return self._instead(Exchange(self._exchange(n).parent, _text(text)))
-
-    def _instead(self, asked: Exchange) -> Answer:
-        """Answer a message or results on a new branch."""
-        self._end_answer()
-        n_before = sum(
-            e.parent is asked.parent and (e.user, e.results) == (asked.user, asked.results)
-            for e in exchanges_of(self._lines.values())
-        )
-        seed = self.sampling.drawn_seed()
-        line = replace(self._lines[self.current], number=max(self._lines) + 1)
-        question = Exchange(asked.parent, asked.user, results=asked.results)
-        return self._begin(line, question, derive_seed(seed, n_before) if n_before else seed)
+        with self.held():
+            return self._begin(0, Exchange(self._exchange(n).parent, _text(text)))
 
     def _exchange(self, n: int) -> Exchange:
         exchanges, n = self.exchanges, whole("the number of a message", n)
         if not 1 <= n <= len(exchanges):
-            raise UsageError(
-                f"there is no message {n}" if exchanges else "there is no message yet",
-                hint=f"messages are numbered from 1 to {len(exchanges)}"
-                if exchanges
-                else "send one first",
-            )
+            if exchanges:
+                hint = f"messages are numbered from 1 to {len(exchanges)}"
+                raise UsageError(f"there is no message {n}", hint=hint)
+            raise UsageError("there is no message yet", hint="send one first")
         return exchanges[n - 1]
 
-    def _begin(self, line: Line, question: Exchange, seed: int) -> Answer:
-        """Plan an answer, and then change the conversation."""
-        plan, n_cut = self._fitting(line.system, question, seed)
+    def _begin(self, number: int, question: Exchange) -> Answer:
+        """Plan an answer on a branch (0: on a new one), and then change the conversation."""
+        self._end_answer()
+        question.seed = self.sampling.drawn_seed()
+        if not number:
+            number = max(self._heads) + 1
+            asked = question.parent, question.user, question.results
+            n = sum((e.parent, e.user, e.results) == asked for e in exchanges_of(self._heads))
+            question.seed = derive_seed(question.seed, n) if n else question.seed
+        plan = self._fitting(question)
         if not self.ctx.kv_cache.can_draft:
-            self._read(line.system, question, n_cut, plan)
-        exchange = replace(question, seed=seed, n_cut=n_cut)
-        self._answer = Answer(self, exchange, plan, (self._lines, self.current))
-        self._lines = {**self._lines, line.number: replace(line, head=exchange)}
-        self.current = line.number
+            self._read(question, plan)
+        self._answer, self._before = Answer(self, question, plan), (self._heads, self.current)
+        self._heads, self.current = {**self._heads, number: question}, number
         return self._answer
 
-    def take_back(self, answer: Answer, before: Conversation) -> None:
+    def take_back(self, answer: Answer) -> None:
         """Undo an answer that has no token. `Answer` calls this."""
         if self._answer is answer:
-            self._lines, self.current = before
+            self._heads, self.current = self._before
 
-    def _plan(
-        self, system: str | None, before: list[Exchange], question: Exchange, seed: int = 0
-    ) -> Completion:
-        messages = messages_of(system, [*before, question])
-        return plan_chat(self.ctx, messages, self.sampling.replace(seed=seed), **self.options)
+    def _plan(self, system: str | None, exchanges: Sequence[Exchange]) -> Completion:
+        params = self.sampling.replace(seed=exchanges[-1].seed)
+        return plan_chat(self.ctx, messages_of(system, exchanges), params, **self.options)
 
-    def _fitting(self, system: str | None, question: Exchange, seed: int) -> tuple[Completion, int]:
-        """Return the call of a turn, and how many exchanges are left out because it is too long.
+    def _fitting(self, question: Exchange) -> Completion:
+        """Return the call of a turn, and note how many exchanges are left out because it is too long.
 
         At least the exchanges that the last answer did not see are left out, because the rest is cached.
         """
-        parent, size = question.parent, self.ctx.n_ctx_seq
-        before, n_cut = ([], 0) if parent is None else (parent.path, parent.n_cut)
+        path, size = question.path, self.ctx.n_ctx_seq
+        n_cut = 0 if question.parent is None else question.parent.n_cut
         limit = self.options.get("max_tokens")
         room = least = min(size // _LEAST_ROOM, size if limit is None else limit)
         while True:
+            is_last = n_cut >= len(path) - 1
             try:
-                plan = self._plan(system, before[n_cut:], question, seed)
+                plan = self._plan(self.system, path[n_cut:])
                 n_free = size - len(_tokens(plan))
-                if n_free >= room or (n_cut >= len(before) and n_free > 0):
-                    return plan, n_cut
-                if n_cut >= len(before):
+                if n_free >= room or (is_last and n_free > 0):
+                    question.n_cut = n_cut
+                    return plan
+                if is_last:
                     raise CacheFullError.of_prompt(size - n_free, size)
             except CacheFullError:
-                if n_cut >= len(before):
+                if is_last:
                     raise
             room = max(least, size // _MORE_ROOM)
             n_cut += 1
-            while n_cut < len(before) and before[n_cut].results:  # their calls are left out
+            while n_cut < len(path) - 1 and path[n_cut].results:  # their calls are left out
                 n_cut += 1
 
-    def _read(self, system: str | None, question: Exchange, n_cut: int, plan: Completion) -> None:
+    def _read(self, question: Exchange, plan: Completion) -> None:
         """Read all but a prompt's last token, so that memory that cannot be cut has a state there.
 
         A state is also kept where the next prompt will probably differ: many templates leave the
         reasoning out of earlier answers, or write the last answer differently.
         """
-        before = [] if question.parent is None else question.parent.path[n_cut:]
         answered, tokens = replace(question, answer="x", n_tokens=1), _tokens(plan)
         n_next = last = len(tokens) - 1
         with suppress(LlamaBranchError):  # the template may refuse another turn
-            later = self._plan(system, [*before, answered], Exchange(answered, "x"))
-            n_next = min(last, n_common(tokens, _tokens(later)))
-        progress, stats = self.options.get("on_prompt_progress"), self.engine.stats
+            exchanges = [*question.path[question.n_cut : -1], answered, Exchange(answered, "x")]
+            n_next = min(last, n_common(tokens, _tokens(self._plan(self.system, exchanges))))
+        progress, stats = self.options.get("on_prompt_progress"), self.stats
         branch = Branch.create(self.ctx, beginning=tokens[:last])
         try:
             n = branch.sequence.take_prompt(tokens[:last])
@@ -381,54 +343,56 @@ class Chat:
 
     # -- branches ----------------------------------------------------------------------------------
 
-    @_exclusive
     def undo(self) -> str:
         """Remove the last message and its answer, and return the message.
 
         Raises:
             UsageError: the branch has no message.
         """
-        self._end_answer()
-        last = self._exchange(len(self.exchanges))
-        self._lines[self.current] = replace(self._lines[self.current], head=last.parent)
-        return last.user
+        with self.held():
+            self._end_answer()
+            last = self._exchange(len(self.exchanges))
+            self._heads[self.current] = last.parent
+            return last.user
 
-    @_exclusive
     def fork(self) -> int:
         """Continue on a new branch, which begins like the current one; return its number."""
-        self._end_answer()
-        number = max(self._lines) + 1
-        self._lines[number] = replace(self._lines[self.current], number=number)
-        self.current = number
-        return number
+        with self.held():
+            self._end_answer()
+            number = max(self._heads) + 1
+            self._heads[number] = self._heads[self.current]
+            self.current = number
+            return number
 
-    @_exclusive
     def switch(self, number: int) -> None:
         """Continue on another branch; nothing is evaluated before its next message.
 
         Raises:
             UsageError: there is no such branch.
         """
-        number = whole("the number of a branch", number)
-        if number not in self._lines:
-            known = ", ".join(map(str, self._lines))
-            raise UsageError(f"there is no branch {number}", hint=f"branches: {known}")
-        self._end_answer()
-        self.current = number
+        with self.held():
+            number = whole("the number of a branch", number)
+            if number not in self._heads:
+                known = ", ".join(map(str, self._heads))
+                raise UsageError(f"there is no branch {number}", hint=f"branches: {known}")
+            self._end_answer()
+            self.current = number
 
     # -- saving ------------------------------------------------------------------------------------
 
-    @_exclusive
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the conversation to a JSON file; see `load`. An earlier save of this chat is replaced.
 
         Raises:
             SnapshotError: it cannot be written, or the file is something else than this chat.
         """
-        self._end_answer()
-        limit, stop = self.options.get("max_tokens"), stop_strings(self.options.get("stop", ()))
-        model = self.ctx.model
-        write_chat(file, model, self._id, self._lines, self.current, self.sampling, limit, stop)
+        with self.held():
+            self._end_answer()
+            limit, stop = self.options.get("max_tokens"), stop_strings(self.options.get("stop", ()))
+            write_chat(
+                file, self._id, self.ctx.model, self.system, self._heads, self.current,
+                self.sampling, limit, stop,
+            )  # fmt: skip
 
     @classmethod
     def load(
@@ -450,13 +414,22 @@ class Chat:
         Raises:
             SnapshotError: the file is not a saved chat, is damaged, or is from another model.
             UnsupportedError: there is no chat template.
+            ConfigError: the template refuses its system message.
         """
         text_context("ctx", ctx)
         saved = read_chat(file, ctx.model)
         sampling = SamplingParams.from_dict(saved.sampling)
         limit, stop = saved.max_tokens, saved.stop
-        chat = cls(ctx, drafter, config, sampling=sampling, max_tokens=limit, stop=stop)
-        chat._id, chat._lines, chat.current = saved.id, saved.tree(), saved.current
+        chat = cls(
+            ctx,
+            drafter,
+            config,
+            system=saved.system,
+            sampling=sampling,
+            max_tokens=limit,
+            stop=stop,
+        )
+        chat._id, chat._heads, chat.current = saved.id, saved.linked(), saved.current
         return chat
 
 
@@ -470,12 +443,10 @@ class Answer:
         tokens: the token ids so far, the thought's first.
     """
 
-    def __init__(
-        self, chat: Chat, exchange: Exchange, plan: Completion, before: Conversation
-    ) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange, plan: Completion) -> None:
         self.exchange, self.prompt = exchange, _tokens(plan)
         self.tokens: list[int] = []
-        self._chat, self._before = chat, before
+        self._chat = chat
         self._events = plan.events(chat.engine.stream(plan.requests))
         self._is_begun = self._has_ended = False
 
@@ -569,7 +540,7 @@ class Answer:
                     self._note(event)
             self._events.close()
             if not self.exchange.is_answered:
-                self._chat.take_back(self, self._before)
+                self._chat.take_back(self)
 
 
 def _text(text: object) -> str:

@@ -1,13 +1,13 @@
-"""A conversation as a tree of exchanges (a message and its answer), and its lines from the root."""
+"""A conversation as a tree of exchanges (a message and its answer); a branch is its last exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..model.tools import ToolCall, openai_call
 
-__all__ = ["Exchange", "Line", "drawn", "exchanges_of", "messages_of"]
+__all__ = ["Branches", "Exchange", "drawn", "exchanges_of", "messages_of"]
 
 _LONGEST = 60  # characters of a message and its answer in a drawing
 
@@ -57,18 +57,7 @@ class Exchange:
         return exchanges[::-1]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the conversation: its number, its last exchange, and its system message."""
-
-    number: int
-    head: Exchange | None = None
-    system: str | None = None
-
-    @property
-    def path(self) -> list[Exchange]:
-        """Its exchanges, in order."""
-        return [] if self.head is None else self.head.path
+Branches = Mapping[int, Exchange | None]  # the last exchange of each branch, by its number
 
 
 def messages_of(system: str | None, exchanges: Iterable[Exchange]) -> list[dict[str, object]]:
@@ -93,25 +82,25 @@ def messages_of(system: str | None, exchanges: Iterable[Exchange]) -> list[dict[
     return messages
 
 
-def exchanges_of(lines: Iterable[Line]) -> list[Exchange]:
-    """Return every exchange of the lines once, parents first."""
-    return list(dict.fromkeys(exchange for line in lines for exchange in line.path))
+def exchanges_of(branches: Branches) -> list[Exchange]:
+    """Return every exchange of the branches once, parents first."""
+    heads = [head for head in branches.values() if head is not None]
+    return list(dict.fromkeys(exchange for head in heads for exchange in head.path))
 
 
-def drawn(lines: Iterable[Line], current: int) -> str:
-    """Return a drawing of the tree of all lines."""
-    lines = list(lines)
+def drawn(branches: Branches, current: int) -> str:
+    """Return a drawing of the tree of all branches."""
     children: dict[Exchange | None, list[Exchange]] = {}
-    for exchange in exchanges_of(lines):
+    for exchange in exchanges_of(branches):
         children.setdefault(exchange.parent, []).append(exchange)
     rows: list[str] = []
     waiting: list[tuple[Exchange | None, str, str]] = [(None, "", "")]
     while waiting:
         at, branch, indent = waiting.pop()
         heads = [] if at is None else [f"{at.n_tokens} tokens"]
-        for line in lines:
-            if line.head is at:
-                heads.append(f"branch {line.number}" + " (current)" * (line.number == current))
+        for number, head in branches.items():
+            if head is at:
+                heads.append(f"branch {number}" + " (current)" * (number == current))
         text, half = "the beginning" if at is None else f"{at.user} > {at.answer}", _LONGEST // 2
         text = text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
         rows.append(f"{branch}{text!r}  {', '.join(heads)}".rstrip())

@@ -15,17 +15,11 @@ from ..errors import SnapshotError
 from ..files import atomic_write, path_of
 from ..model import Model
 from ..sampling import SamplingParams
-from .conversation import Exchange, Line, exchanges_of
+from .conversation import Branches, Exchange, exchanges_of
 
 __all__ = ["SavedChat", "read_chat", "saved_model", "write_chat"]
 
 _VERSION = 2
-
-
-class _Line(Struct):
-    number: int
-    head: int | None  # its last exchange
-    system: str | None
 
 
 class _Model(Struct):
@@ -39,41 +33,36 @@ class SavedChat(Struct):
 
     id: str  # stays the same at each save
     model: _Model
+    system: str | None
     sampling: dict[str, object]
     max_tokens: int | None
     stop: list[str]
     exchanges: list[Exchange]  # parents first; ``parents`` links them
     parents: list[int | None]
-    lines: list[_Line]
+    branches: dict[int, int | None]  # the last exchange of each
     current: int
     version: int = 0
 
-    def tree(self) -> dict[int, Line]:
-        """Return its branches.
+    def linked(self) -> dict[int, Exchange | None]:
+        """Return the last exchange of each branch.
 
         Raises:
-            ValueError, IndexError: an index is not that of an earlier exchange, or of a branch.
+            ValueError, KeyError: an index is not that of an earlier exchange, or of a branch.
         """
-        linked: list[Exchange] = []
-
-        def at(place: int | None) -> Exchange | None:
-            if place is not None and place < 0:
-                raise ValueError(f"{place} is not an index of the list")
-            return None if place is None else linked[place]
-
+        linked: dict[int | None, Exchange | None] = {None: None}
         for exchange, parent in zip(self.exchanges, self.parents, strict=True):
-            linked.append(replace(exchange, parent=at(parent)))
-        lines = {each.number: Line(each.number, at(each.head), each.system) for each in self.lines}
-        if self.current not in lines:
+            linked[len(linked) - 1] = replace(exchange, parent=linked[parent])
+        if self.current not in self.branches:
             raise ValueError("there is no current branch")
-        return lines
+        return {number: linked[head] for number, head in self.branches.items()}
 
 
 def write_chat(
     file: str | os.PathLike[str],
-    model: Model,
     name: str,
-    lines: dict[int, Line],
+    model: Model,
+    system: str | None,
+    branches: Branches,
     current: int,
     sampling: SamplingParams,
     max_tokens: int | None,
@@ -84,15 +73,15 @@ def write_chat(
     Raises:
         SnapshotError: it cannot be written, or the file is something else than this chat.
     """
-    path, exchanges = path_of(file), exchanges_of(lines.values())
+    path, exchanges = path_of(file), exchanges_of(branches)
     place: dict[Exchange | None, int] = {exchange: i for i, exchange in enumerate(exchanges)}
     about = SavedChat(
         name,
         _Model(path_text(model.path.name), path_text(os.path.abspath(model.path)), model.fingerprint),
-        sampling.as_dict(), max_tokens, list(stop),
+        system, sampling.as_dict(), max_tokens, list(stop),
         [replace(exchange, parent=None) for exchange in exchanges],
         [place.get(exchange.parent) for exchange in exchanges],
-        [_Line(line.number, place.get(line.head), line.system) for line in lines.values()],
+        {number: place.get(head) for number, head in branches.items()},
         current, _VERSION,
     )  # fmt: skip
     try:
@@ -131,9 +120,9 @@ def read_chat(file: str | os.PathLike[str], ours: Model | None = None) -> SavedC
         about = msgspec.json.decode(path.read_bytes(), type=SavedChat)
         if about.version != _VERSION:
             raise ValueError(f"it has format {about.version}, not {_VERSION}")
-        about.tree()
+        about.linked()
         SamplingParams.from_dict(about.sampling)
-    except (OSError, ValueError, msgspec.MsgspecError, IndexError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, msgspec.MsgspecError, RecursionError) as error:
         raise SnapshotError(f"{path} has no chat that can be read: {error}") from error
     if ours is not None and not ours.is_of(about.model.fingerprint):
         raise SnapshotError(

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -118,7 +118,7 @@ def _run(
         if compares and not interrupts.requested:
             compared = compare(engine, plain, prepared, interrupts, progress=console.progress)
     console.progress("")
-    figures = {}
+    figures: dict[str, Any] = {}
     if not console.silent:
         rate = f"{number(stats.tokens_per_s, 1)} a second"
         console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..arguments import path_text
 from ..serve.app import Front
 from ..serve.errors import HttpError
-from ..serve.messages import EventStream, body_of, json_of, reply
+from ..serve.messages import EventStream, json_of, reply
 from . import formats, page
 from .document import Document, Node, short, turn_columns
 from .loom import Do, Loom
@@ -146,7 +146,7 @@ def _places(
 
 
 async def _events(loom: Loom, call: Request) -> Response:
-    await body_of(call)
+    await call.body()
     last = call.headers.get("last-event-id", "")
     return EventStream(loom.stream(last or call.query_params.get("since", "")))
 
@@ -167,7 +167,8 @@ async def _export(loom: Loom, call: Request) -> Response:
 async def _import(loom: Loom, call: Request) -> Response:
     loom.check_writable()
     model = loom.service.model
-    data = await body_of(call, _MOST_UPLOAD)
+    call.state.max_body = _MOST_UPLOAD
+    data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     await loom.confirm()

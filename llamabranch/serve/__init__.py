@@ -5,7 +5,7 @@ server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
 messages.py     bodies of requests, and answers: JSON, events
-limits.py       clients that leave or do not read, errors
+limits.py       bodies, clients that leave or do not read, errors
 errors.py       errors in the form for clients
 fields.py       the fields of requests, converted for the engine
 generation.py   the texts of one request, and its answer

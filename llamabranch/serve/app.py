@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,8 @@ require_server()
 from starlette.applications import Starlette  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware import Middleware  # noqa: E402
+from starlette.middleware.cors import CORSMiddleware  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
 }
 
 
+async def _nothing() -> None:
+    pass
+
+
 class Front(NamedTuple):
     """Handlers in front of the API, which also work while the model is being loaded.
 
@@ -50,7 +57,7 @@ class Front(NamedTuple):
     check: Callable[[Scope], None]
     headers: Sequence[tuple[bytes, bytes]]
     routes: Mapping[str, Callable[[Request], Awaitable[Response]]]
-    close: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]] = _nothing
 
 
 def application(
@@ -72,30 +79,32 @@ def application(
         service = service_of()
         if service is None:
             raise HttpError(503, "the model is being loaded")
-        return await handler(request, service)
+        await request.body()  # what comes after it is that the client has gone
+        answer = asyncio.ensure_future(handler(request, service))
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ClientDisconnect
+            return answer.result()
+        finally:
+            answer.cancel()
+            gone.cancel()
 
-    own = [(name, partial(serve, handler)) for name, handler in _ROUTES.items()]
     middleware = []
     if front is None:
-        front = Front(Guard(settings).check, (), {}, _nothing)
-        middleware = [Middleware(cors(settings))]
-    handlers: list[tuple[str, Callable[[Request], Awaitable[Response]]]]
-    handlers = [*front.routes.items(), *own]
-    app = Starlette(
+        front = Front(Guard(settings).check, (), {})
+        middleware = [Middleware(CORSMiddleware, **cors(settings))]
+    handlers = {**front.routes, **{name: partial(serve, _ROUTES[name]) for name in _ROUTES}}
+    return Starlette(
         routes=[
             Route(path, handler, methods=[name.split()[0]])
-            for name, handler in handlers
+            for name, handler in handlers.items()
             for path in name.split()[1:]
         ],
         middleware=[*middleware, Middleware(Limits, settings, front.check, front.headers)],
         exception_handlers={HTTPException: _not_found},
     )
-    app.router.redirect_slashes = False
-    return app
-
-
-async def _nothing() -> None:
-    pass
 
 
 async def _not_found(_request: Request, error: Exception) -> Response:

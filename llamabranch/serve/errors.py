@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 from .. import errors
 
 __all__ = ["HttpError", "http_error"]
 
+_log = logging.getLogger("llamabranch.serve")
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
@@ -50,6 +52,7 @@ def http_error(
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, errors.LlamaBranchError):
+        _log.error("a request failed", exc_info=error)
         return HttpError(500, f"internal error: {type(error).__name__}")
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
     match error:

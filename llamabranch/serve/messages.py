@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from . import require_server
-from .errors import HttpError
+from .errors import HttpError, http_error
 
 require_server()
 from starlette.responses import Response, StreamingResponse  # noqa: E402
@@ -17,23 +18,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["EventStream", "body_of", "event_stream", "json_of", "reply"]
+__all__ = ["EventStream", "event_stream", "json_of", "reply"]
 
 T = TypeVar("T")
-
-
-async def body_of(request: Request, most: int | None = None) -> bytes:
-    """Return the body, at most ``most`` bytes long; None = as long as the settings allow.
-
-    Raises:
-        HttpError: it is too long.
-    """
-    body, most = bytearray(), most or request.state.max_body
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise HttpError(413, f"the body has more than {most} bytes")
-    return bytes(body)
 
 
 async def json_of(request: Request, kind: type[T]) -> T:
@@ -42,7 +29,7 @@ async def json_of(request: Request, kind: type[T]) -> T:
     Raises:
         HttpError: the body is too long or not JSON, or a field has a wrong type.
     """
-    body = await body_of(request)
+    body = await request.body()
     try:
         request.state.fields = fields = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -75,12 +62,16 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except CancelledError:
+            end = encoded([HttpError(503, "the server is shutting down").body])
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+            raise
         finally:
             await self._pieces.aclose()
 
 
 async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventStream:
-    """Return a stream of events, encoded as JSON, that ends with ``[DONE]``; `Limits` sends errors.
+    """Return a stream of events, encoded as JSON, that ends with ``[DONE]``, or with an error.
 
     Raises:
         Exception: ``frames`` raised it before its first events; it gets a status of its own.
@@ -98,6 +89,8 @@ async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventS
                 if data := encoded(events):
                     yield data
             yield b"data: [DONE]\n\n"
+        except Exception as error:
+            yield encoded([http_error(error).body])
         finally:
             await frames.aclose()
 

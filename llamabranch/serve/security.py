@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable, Mapping
-from functools import partial
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from . import require_server
 from .errors import HttpError
@@ -14,6 +14,7 @@ from .settings import ServeSettings
 
 require_server()
 from starlette.middleware.cors import CORSMiddleware  # noqa: E402
+from starlette.routing import Router  # noqa: E402
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -24,17 +25,15 @@ _PUBLIC = {"/health", "/v1/health"}  # without a key
 _LOCAL = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?"  # the pages of this machine
 
 
-def cors(settings: ServeSettings) -> partial[CORSMiddleware]:
-    """Return Starlette's middleware for the pages that may read answers."""
-    origins = settings.allow_origins
-    return partial(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_origin_regex=_LOCAL if "localhost" in origins else None,
-        allow_methods=("*",),
-        allow_headers=("*",),
-        allow_credentials=True,
-    )
+def cors(settings: ServeSettings) -> dict[str, Any]:
+    """Return the options of Starlette's middleware for the pages that may read answers."""
+    return {
+        "allow_origins": settings.allow_origins,
+        "allow_origin_regex": _LOCAL if "localhost" in settings.allow_origins else None,
+        "allow_methods": ("*",),
+        "allow_headers": ("*",),
+        "allow_credentials": True,
+    }
 
 
 class Guard:
@@ -48,11 +47,7 @@ class Guard:
     def __init__(self, settings: ServeSettings) -> None:
         self._hosts = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
         self._keys = [key.encode() for key in settings.api_keys]
-
-        async def nothing(*_: object) -> None:
-            pass
-
-        self._is_allowed = cors(settings)(nothing).is_allowed_origin
+        self._is_allowed = CORSMiddleware(Router(), **cors(settings)).is_allowed_origin
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""
@@ -69,14 +64,11 @@ class Guard:
             raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
 
     def _knows_host(self, host: str) -> bool:
-        name = host.partition("]")[0].strip("[") if host[:1] == "[" else host.partition(":")[0]
-        if not self._hosts.isdisjoint(("*", name.lower())):
-            return True
         try:
-            ip_address(name)
-        except ValueError:
+            name = urlsplit(f"//{host}").hostname or ""
+            return not self._hosts.isdisjoint(("*", name)) or bool(ip_address(name))
+        except ValueError:  # it is no address
             return False
-        return True
 
 
 def sends_key(headers: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:

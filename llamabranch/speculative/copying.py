@@ -22,20 +22,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 from ..arguments import whole
 from ..generation.drafter import Draft, Drafter, DraftLength, DraftState
 from ..generation.text import Text
 from ..model import Model
 
-__all__ = [
-    "Match",
-    "Occurrence",
-    "SuffixDrafter",
-    "TokenIndex",
-    "doubling",
-]
+__all__ = ["Match", "SuffixDrafter", "TokenIndex", "doubling"]
 
 _WIDTH = array("i").itemsize  # bytes of a token
 _MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in tokens
@@ -44,19 +37,15 @@ _MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in token
 # -- where tokens occurred before ------------------------------------------------------------------
 
 
-class Occurrence(NamedTuple):
-    """A sequence of tokens, and the position in it of the token that follows the match."""
-
-    sequence: Sequence[int]
-    position: int
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Earlier occurrences of the last ``length`` tokens of a text: ``places``, newest first."""
+    """Earlier occurrences of the last ``length`` tokens of a text.
+
+    ``places`` has the position of the token after each, the newest first.
+    """
 
     length: int
-    places: list[Occurrence]
+    places: list[int]
 
     def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
         """Return the most frequent continuation of ``tokens``, at most ``most`` tokens.
@@ -67,9 +56,8 @@ class Match:
         is reserved for tokens never seen there. The product of the estimates is the probability
         that all tokens so far are accepted. The guess ends when the product falls below ``floor``.
 
-        If a place is in ``tokens`` itself, it may reach their end; then it continues into the
-        guess, as LZ77 copies do. For example, a loop of three tokens is repeated up to ``most``
-        tokens.
+        A place that reaches the end of ``tokens`` continues into the guess, as LZ77 copies do. For
+        example, a loop of three tokens is repeated up to ``most`` tokens.
 
         The cost is O(places x tokens returned). SuffixDecoding (Oliaro et al. 2024, arXiv
         2411.04975) walks a suffix tree by the same rule, but reserves nothing for tokens never
@@ -80,23 +68,14 @@ class Match:
         reach = 1.0
         places = self.places
         for j in range(most):
-            following: dict[int, list[Occurrence]] = {}
-            n = 0
+            following: dict[int, list[int]] = {}
             for place in places:
-                at = place.position + j
-                if at < len(place.sequence):
-                    token = place.sequence[at]
-                elif place.sequence is tokens:
-                    token = guess.tokens[at - end]
-                else:
-                    continue  # this sequence ends here
-                n += 1
+                at = place + j
+                token = tokens[at] if at < end else guess.tokens[at - end]
                 following.setdefault(token, []).append(place)
-            if not n:
-                break
             # In a tie, max takes the first token, the one from the newest place.
             token = max(following, key=lambda t: len(following[t]))
-            places = following[token]
+            n, places = len(places), following[token]
             probability = len(places) / (n + 1.0 / (self.length + j))
             reach *= probability
             if reach < floor:
@@ -184,9 +163,8 @@ class TokenIndex:
             places, kept = kept, []
             n = best
             for place in places:
-                sequence, position = place
-                m, furthest = n, min(limit, position)
-                while m < furthest and sequence[position - 1 - m] == tokens[-1 - m]:
+                m, furthest = n, min(limit, place)
+                while m < furthest and tokens[place - 1 - m] == tokens[-1 - m]:
                     m += 1
                 if m > best:
                     best, kept = m, [place]
@@ -194,16 +172,16 @@ class TokenIndex:
                     kept.append(place)
         return Match(best, kept) if kept else None
 
-    def _places(self, gram: bytes, most: int) -> list[Occurrence]:
+    def _places(self, gram: bytes, most: int) -> list[int]:
         """Return the newest places where a token follows ``gram`` (bytes)."""
-        found: list[Occurrence] = []
+        found: list[int] = []
         end = len(self._bytes) - _WIDTH
         while len(found) < most:
             at = self._bytes.rfind(gram, 0, end)
             if at < 0:
                 break
             if at % _WIDTH == 0:
-                found.append(Occurrence(self._tokens, (at + len(gram)) // _WIDTH))
+                found.append((at + len(gram)) // _WIDTH)
             end = at + len(gram) - 1
         return found
 
@@ -287,7 +265,7 @@ class _CopyState:
                 draft.stopped = "end"  # a text ends with its EOG token, a prompt may not
                 return
         if len(draft.tokens) < limit:
-            draft.stopped = "no evidence"  # no occurrence has further tokens
+            draft.stopped = "no evidence"  # the match allows no more
 
     def observe(self, n_tokens: int) -> None:
         if n_tokens < len(self._index):

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast
 
 import pytest
 from pydantic import AfterValidator, Field
+from scripts import call
 from stages import (
     CONTROL,
     RELEASED,
@@ -266,8 +267,14 @@ SUM = '{"number":1,"why":"x"}'
 READ = "I have read it."
 LATE = "It takes long."
 NONE = "There is no such function."
-# A task, the functions, other options; the results that the model reads, and its answer.
-TOLD: list[tuple[str, list[Any], dict[str, Any], list[str], str]] = [
+LAST = "That was the last call. Use the results to answer the question."
+FENCED = '```jsonobj\n{ "name": "add",\n "arguments" {"a": 1}\n```'
+ALL_FAILED = "all calls of 3 turns failed; the last: "
+NOPE = "error: no function nope; there are add"
+TURNS = ("turns", "turns")
+# A task, the functions, other options; the results that the model reads, and its answer or the error.
+# Where it does not end by itself: also the reason and the limit.
+TOLD: list[tuple[Any, ...]] = [
     ("plain", [], {}, [], "No call is needed."),
     ("unknown", [], {}, [], '{"name": "nope", "arguments": {}}'),
     ("unknown", [add, name], {}, ["error: no function nope; there are add, name"], NONE),
@@ -296,18 +303,47 @@ TOLD: list[tuple[str, list[Any], dict[str, Any], list[str], str]] = [
     ("hangs", [hangs], {"tool_seconds": 0.2}, ["error: no result after 0.2 s"], LATE),
     ("sleeps", [sleeps], {"tool_seconds": 0.2}, ["error: no result after 0.2 s"], LATE),
     ("again", [name], {}, ["Ida"] * 3 + [MADE] * 2, "Enough."),
+    ("again", [name], {"max_tokens": 10}, ["Ida"] * 3 + [MADE] * 2, "Enough."),
+    ("manyforks", [name], {"forks": True},
+     ["error: fork must be the only call of its turn", "Ida"], "I cannot."),
+    ("one", [add, name], {"tool_choice": "none"}, [], call("add", a=1, b=2)),
+    # A forced call is in the first turn only.
+    ("plain", [add, name], {"tool_choice": "name", "max_turns": 3}, ["Ida"], "And again."),
+    # The last turn. The model is told so, a long task is not repeated, and calls are no answer.
+    ("again", [name], {"max_turns": 3}, ["Ida", f"Ida\n{LAST} again: go"], "", *TURNS),
+    (f"again: {'go ' * 200}", [name], {"max_turns": 3}, ["Ida", f"Ida\n{LAST}"], "", *TURNS),
+    *((task, [add, name], {"max_turns": 1}, [], said, *TURNS) for task, said in
+      (("one", ""), ("two", "Let me see."), ("unknown", ""), ("again", ""))),
+    ("fenced", [add], {"max_turns": 1}, [], FENCED, *TURNS),
+    ("fenced", [add], {"max_turns": 2}, [], "looks like a call, but cannot be read", "error", None),
+    # Only repeated calls, and only failures.
+    ("loops", [name], {}, ["Ida"] * 3 + [MADE] * 2 + [f"{MADE}\n{LAST} loops: go"], "It is Ida.",
+     "stop", "repeats"),
+    ("again", [name], {"repeats": 0}, ["Ida", MADE, MADE, f"{MADE}\n{LAST} again: go"], "",
+     "turns", "repeats"),
+    ("fails", [fails], {}, ["error: it is not there"] * 3, f"{ALL_FAILED}error: it is not there",
+     "error", None),
+    ("unknowns", [add], {}, [NOPE] * 3, ALL_FAILED + NOPE, "error", None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("task", "tools", "options", "told", "text"), TOLD, ids=range(len(TOLD)))
-def test_results_are_told_to_the_model(
-    stage: Context, task: str, tools: list[Any], options: Any, told: list[str], text: str
-) -> None:
-    report = Agent(stage, tools=tools, **options).run(f"{task}: go")
-    assert (results(report), report.text) == (told, text)
-    assert report.finish_reason == "stop" and len(report.calls) == len(told)
-    errors = [s.error or "" for s in report.steps if s.kind == "result"]
-    assert [*map(bool, errors)] == [result.startswith("error:") for result in told]
+@pytest.mark.parametrize("row", [(*row, "stop", None)[:7] for row in TOLD], ids=range(len(TOLD)))
+def test_results_are_told_to_the_model(stage: Context, row: tuple[Any, ...]) -> None:
+    task, tools, options, told, text, reason, limit = row
+    agent = Agent(stage, tools=tools, **options)
+    report = agent.run(task if ":" in task else f"{task}: go")
+    made = [step for step in report.steps if step.kind == "result"]
+    assert (report.finish_reason, report.limit) == (reason, limit)
+    if reason == "error":  # the last results are not read
+        assert isinstance(report.error, ToolError) and text in report.error.message
+        assert [step.text for step in made] == told
+    else:
+        assert (results(report), report.text, report.error) == (told, text, None)
+    assert len(report.calls) == len(told) == kinds(report.steps).split().count("call")
+    assert [bool(step.error) for step in made] == [result.startswith("error:") for result in told]
+    if reason == "turns":
+        assert not agent.turns.first.read(report.text).calls and "<call>" not in report.text
+    assert "jsonobj" not in str(report.messages)  # the next run does not imitate it
 
 
 def key(value: object) -> object:
@@ -495,25 +531,6 @@ def test_functions_that_hang_take_no_thread_from_others(stage: Context) -> None:
     RELEASED.set()
 
 
-def test_an_agent_that_only_repeats_its_calls_is_told_to_answer(stage: Context) -> None:
-    report = Agent(stage, tools=[name]).run("loops: go")
-    assert report.text == "It is Ida." and report.finish_reason == "stop"
-    assert report.limit == "repeats" and len(report.calls) == 6
-    *told, last = results(report)[3:]
-    assert told == [MADE] * 2
-    assert last.startswith(told[0]) and last.endswith("answer the question. loops: go")
-    report = Agent(stage, tools=[name], repeats=0).run("again: go")
-    assert results(report)[:2] == ["Ida", MADE]
-
-
-def test_three_turns_of_failed_calls_end_the_agent(stage: Context) -> None:
-    report = Agent(stage, tools=[fails]).run("fails: go")
-    assert report.finish_reason == "error" and isinstance(report.error, ToolError)
-    assert "3 turns" in report.error.message and "it is not there" in report.error.message
-    report = Agent(stage, tools=[add]).run("unknowns: go")
-    assert report.finish_reason == "error" and len(report.calls) == 3
-
-
 # -- results ---------------------------------------------------------------------------------------
 
 
@@ -556,17 +573,6 @@ def test_result_that_has_no_json_ends_the_agent(stage: Context, task: str) -> No
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def test_last_turn_is_told_and_has_no_calls(stage: Context) -> None:
-    report = Agent(stage, tools=[name], max_turns=3).run("again: go")
-    assert report.limit == "turns" and len(report.calls) == 2
-    told = "Ida\nThat was the last call. Use the results to answer the question."
-    assert results(report)[-1] == f"{told} again: go"
-    assert report.finish_reason == "turns"  # the script has a call there
-    assert "<call>" not in report.text and report.messages[-1]["role"] == "tool"
-    report = Agent(stage, tools=[name], max_turns=3).run(f"again: {'go ' * 200}")
-    assert results(report)[-1] == told  # a long task is not repeated
-
-
 @pytest.mark.parametrize("max_turns", [1, 2, 3])
 def test_last_turn_that_calls_is_asked_without_the_functions(
     stage: Context, max_turns: int
@@ -579,17 +585,7 @@ def test_last_turn_that_calls_is_asked_without_the_functions(
     assert report.messages[-1]["content"] == "It is Ida."
 
 
-@pytest.mark.parametrize("max_turns", [1, 2])
-def test_text_that_looks_like_a_call_is_no_answer(stage: Context, max_turns: int) -> None:
-    agent = Agent(stage, tools=[add], max_turns=max_turns)
-    report = agent.run("fenced: go")
-    assert report.finish_reason == ("turns" if max_turns == 1 else "error")
-    assert "jsonobj" not in str(report.messages)  # the next run does not imitate it
-
-
-def test_tokens_that_run_out_make_the_last_turn(stage: Context) -> None:
-    report = Agent(stage, tools=[name], max_tokens=10).run("again: go")
-    assert report.finish_reason in ("stop", "length")
+def test_tokens_that_run_out_end_a_text(stage: Context) -> None:
     free = Agent(
         stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9))
     )
@@ -623,14 +619,6 @@ def test_seconds_that_run_out_keep_what_was_written(stage: Context) -> None:
     assert "".join(s.text for s in steps if s.kind == "text").strip() == report.text
     report = Agent(stage, tools=[sleeps], max_seconds=0.3).run("sleeps: go")
     assert report.finish_reason == "time"
-
-
-def test_forced_call_is_in_the_first_turn_only(stage: Context) -> None:
-    report = Agent(stage, tools=[add, name], tool_choice="name", max_turns=3).run("plain: go")
-    assert report.calls[0].name == "name" and len(report.calls) == 1
-    assert report.text == "And again."
-    report = Agent(stage, tools=[add, name], tool_choice="none").run("one: go")
-    assert not report.calls
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -690,15 +678,13 @@ def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
         assert fork.stats.cached > 0.8 * fork.stats.evaluated
 
 
-def test_a_fork_that_forks_is_told_and_so_is_one_among_other_calls(stage: Context) -> None:
+def test_a_fork_that_forks_is_told(stage: Context) -> None:
     report = Agent(stage, tools=[name], forks=True).run("nested: go")
     fork = next(s.report for s in report.steps if s.kind == "end" and "/" in s.path)
     assert fork is not None
     assert [str(m["content"]) for m in fork.messages if m["role"] == "tool"][-1] == (
         "error: a fork cannot fork: do it yourself"
     )
-    report = Agent(stage, tools=[name], forks=True).run("manyforks: go")
-    assert results(report) == ["error: fork must be the only call of its turn", "Ida"]
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -774,18 +760,11 @@ def odd(a: threading.Thread) -> str:
     return str(a)
 
 
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [keywords], [positional], [odd], [Adder], [Adder(1)],
-        [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
-        add, {"add": add}, [None], [[add]],
-    ],
-    ids=lambda tools: type(tools).__name__,  # no addresses: ids must not differ
-)  # fmt: skip
-def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: object) -> None:
-    with pytest.raises(ConfigError):
-        Agent(stage, tools=cast(Any, tools))
+BAD_TOOLS: list[object] = [
+    [keywords], [positional], [odd], [Adder], [Adder(1)],
+    [partial(add, a=1)], [Adder.__call__], [print], [int], [add, add], [1], ["add"], "add",
+    add, {"add": add}, [None], [[add]],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -798,9 +777,9 @@ def test_bad_tools_are_refused_when_the_agent_is_made(stage: Context, tools: obj
         {"tell": ValueError("x")}, {"repeats": -1},
         {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
         {"messages": [3]}, {"messages": 3}, {"messages": b"x"}, {"output": int.__add__},
-        {"messages": [("user", 3)]}, {"output": 3},
+        {"messages": [("user", 3)]}, {"output": 3}, *({"tools": tools} for tools in BAD_TOOLS),
     ],
-    ids=repr,
+    ids=lambda options: str(*options),  # no addresses: ids must not differ
 )  # fmt: skip
 def test_bad_options_are_refused(stage: Context, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -336,14 +336,6 @@ def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -
         assert n_calls > 24
 
 
-def test_law_7_the_last_turn_has_no_calls(stage: Context) -> None:
-    agent = Agent(stage, tools=[add, name], max_turns=1)
-    for task in ("one", "two", "unknown", "again"):
-        report = agent.run(f"{task}: go")
-        assert not report.calls and report.limit == "turns" and "<call>" not in report.text
-        assert not agent.turns.first.read(report.text).calls
-
-
 @pytest.mark.parametrize(
     "text",
     [

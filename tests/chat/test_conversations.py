@@ -140,20 +140,6 @@ def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
     return answers
 
 
-def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: Context) -> None:
-    with Chat(ctx, None, seed=3, max_tokens=12, system="Be kind.") as chat:
-        with counting(ctx) as counts:
-            answers = ten_turns(chat)
-        texts = [answer.prompt + answer.tokens for answer in answers]
-        # A second answer may begin with the same tokens as the first; they are drawn from new logits.
-        n_alike = n_common(answers[2].tokens, answers[3].tokens)
-        # The last token of an answer is read with the next prompt, if there is one.
-        assert 0 <= n_distinct(texts) + n_alike - sum(counts) <= len(answers)
-        assert abs(n_evaluated(chat) - sum(counts)) <= len(answers)
-        assert len(chat.exchanges) == 9
-        assert chat.branches == [1, 2, 3]
-
-
 def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> None:
     texts = []
     drafts = lb.SpeculativeConfig(draft_k=4)
@@ -304,14 +290,16 @@ def test_settings_are_changed_for_the_next_answer(ctx: Context) -> None:
         greedy = [chat.retry().finish() for _ in range(2)]
         assert greedy[0].tokens == greedy[1].tokens
         assert len(greedy[0].tokens) == 3
-        with pytest.raises(lb.ConfigError, match="temprature"):
-            chat.set(temprature=1)  # type: ignore[call-arg]
         chat.system = "Be brief."
         assert chat.messages[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_wrong_numbers_and_messages_change_nothing(ctx: Context) -> None:
+def test_wrong_options_numbers_and_messages_change_nothing(ctx: Context, target: lb.Model) -> None:
     with Chat(ctx, seed=1, max_tokens=4) as chat:
+        before = chat.sampling, chat.options
+        with pytest.raises(lb.ConfigError, match="temprature"):
+            chat.set(temprature=1, top_k=3)  # type: ignore[call-arg]
+        assert (chat.sampling, chat.options) == before
         for act in (chat.retry, chat.undo, lambda: chat.edit(1, "x"), lambda: chat.switch(2)):
             with pytest.raises(lb.errors.UsageError, match="there is no") as caught:
                 act()
@@ -323,9 +311,6 @@ def test_wrong_numbers_and_messages_change_nothing(ctx: Context) -> None:
         assert chat.messages == []
     with pytest.raises(lb.ConfigError, match="ctx must be"):
         Chat("tale-target")  # type: ignore[arg-type]
-
-
-def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, exact=True) as context:
         with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
             Chat(context)
@@ -513,21 +498,24 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_dist
 ) -> None:
     """With fewer sequences than turns, the last answer equals that of a context of its own."""
     with toy_contexts(name, tmp_path, 4, template, n_ctx=4096) as (context, other):
-        with Chat(context, **{**PLAIN, "max_tokens": 40}) as chat:
+        is_exact = context.kv_cache.can_draft and template != CHANGING
+        drafter, options = None if is_exact else "auto", {**PLAIN, "max_tokens": 40}
+        with Chat(context, drafter, system="Be kind.", **options) as chat:
             with counting(context) as counts:
-                answers = [
-                    chat.send(f"What happened on day {i} of it all?").finish() for i in range(9)
-                ]
-                answers.append(chat.retry().finish())
-                answers.append(chat.edit(4, "Tell me something else instead.").finish())
+                answers = ten_turns(chat)
                 answers += [chat.send(f"And after the storm {i}?").finish() for i in range(4)]
-            n_read = n_evaluated(chat)
+            assert (len(chat.exchanges), chat.branches) == (13, [1, 2, 3])
             tokens = answers[-1].prompt + answers[-1].tokens
             with Branch.start(context, tokens) as branch, Branch.start(other, tokens) as again:
                 np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(other))
+            assert abs(n_evaluated(chat) - sum(counts)) <= len(answers)
         texts = [answer.prompt + answer.tokens for answer in answers]
         assert sum(counts) <= 1.2 * n_distinct(texts)
-        assert abs(n_read - sum(counts)) <= len(answers)
+        if is_exact:
+            # A second answer may begin like the first; its tokens are drawn from new logits. The last
+            # token of an answer is read with the next prompt, if there is one.
+            n_alike = n_common(answers[2].tokens, answers[3].tokens)
+            assert 0 <= n_distinct(texts) + n_alike - sum(counts) <= len(answers)
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -638,18 +626,11 @@ THINKING = (
 )
 
 
-@contextmanager
-def thinking_chat(**options: Any) -> Iterator[Chat]:
-    with (
-        lb.Model(DATA / "tale-target-q8_0.gguf", chat_template=THINKING) as model,
-        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1, exact=True) as context,
-        Chat(context, **{"seed": 3, "max_tokens": 30, "thinking": 10, **options}) as chat,
-    ):
-        yield chat
-
-
 def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> None:
-    with thinking_chat() as chat:
+    with (
+        lb.Model(DATA / "tale-target-q8_0.gguf", chat_template=THINKING) as thinker,
+        talking(thinker, seed=3, max_tokens=30, thinking=10) as chat,
+    ):
         first = chat.send("Tell me of a bear.")
         pieces = [(token.text, token.is_thought) for token in first]
         assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
@@ -670,20 +651,16 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
         with Chat.load(chat.ctx, tmp_path / "saved") as loaded:
             assert loaded.messages == chat.messages
             assert loaded.messages[1]["reasoning_content"] == first.thought
+        broken_off = chat.retry()
+        for _ in range(4):
+            next(broken_off)
+        broken_off.close()
+        assert broken_off.finish_reason is None
+        assert chat.exchanges[-1].thought
+        assert chat.exchanges[-1].answer == ""
         chat.set(thinking=False)
         chat.undo()
         assert chat.send("And then?").finish().thought == ""
-
-
-def test_a_thought_that_is_broken_off_is_all_there_is() -> None:
-    with thinking_chat() as chat:
-        answer = chat.send("Tell me of a bear.")
-        for _ in range(4):
-            next(answer)
-        answer.close()
-        assert answer.finish_reason is None
-        assert chat.exchanges[0].thought
-        assert chat.exchanges[0].answer == ""
 
 
 def weather(city: Literal["Oslo"]) -> str:

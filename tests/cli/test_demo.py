@@ -67,13 +67,3 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
         assert word not in result.output
     shown = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
     assert shown == ["speculate", "generate", "chat", "doctor"]
-
-
-@pytest.mark.smollm2
-def test_demo_takes_weights_that_are_exact_and_says_nothing_where_texts_differ(
-    small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (weights,) = demo.WEIGHTS.values()
-    assert weights.endswith(":Q8_0")
-    sentences = demo._times(1.66, False, "texts"), demo._times(1.66, True, "texts")
-    assert sentences == ("1.7 times as fast.", "1.7 times as fast, the same texts.")

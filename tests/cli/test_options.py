@@ -118,22 +118,16 @@ def test_settings_of_loading_drafting_and_requests_are_taken() -> None:
     assert len(three[0]["logprobs"][0]["alternatives"]) == 1
 
 
-def test_exact_is_a_short_form_of_a_setting() -> None:
+def test_short_forms_minus_one_and_a_context_of_zero_tokens() -> None:
     fixed = ("generate", "Once upon a time", "-n", "4", "-c", "256", "-s", "1")
     plain, exact = (answer(*fixed, *more)["exact"] for more in ((), ("--exact",)))
     assert (plain, exact) == (False, True)
     assert "no such option: --exact" in said_by("models", "list", "--exact").lower()
-
-
-def test_minus_one_is_a_random_seed_and_no_limit() -> None:
-    arguments = ("speculate", "Once", *SHORT, "--temp", "1.5")
+    arguments = ("speculate", "Once", *SHORT, "--temp", "1.5")  # -1: a random seed, no limit
     seeds = {answer(*arguments, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
     assert len(seeds) == 2 and -1 not in seeds
     limited = answer(*arguments, "-n", "-1", "-s", "1", *ENDLESS)
     assert limited["finish_reason"] == "capacity"
-
-
-def test_context_of_zero_tokens_is_the_trained_length() -> None:
     with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
         n_ctx = int(model.metadata["llama.context_length"])
     arguments = ("generate", "Once " * 450, "-d", "none", "-n", "-1", "-s", "1", "-c", "0")

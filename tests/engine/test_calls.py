@@ -207,9 +207,16 @@ def test_a_begun_answer_is_continued_with_a_schema_and_a_long_beginning(path: Pa
 
 
 def test_a_function_is_forced_by_its_name(ctx: lb.Context) -> None:
+    asked: dict[str, Any] = {"tools": TOOLS, "seed": 1}
     for choice in ("ping", {"type": "function", "function": {"name": "ping"}}):
-        result = ctx.chat(ASKED, tools=TOOLS, tool_choice=choice, max_tokens=200, seed=1)
+        result = ctx.chat(ASKED, tool_choice=choice, max_tokens=200, **asked)
         assert [call.name for call in result.tool_calls] == ["ping"]
+        n = len(ctx.model.chat_tokens(ASKED, tools=TOOLS))
+        assert result.num_prompt_tokens == n > len(ctx.model.chat_tokens(ASKED))
+        cut = ctx.chat(ASKED, tool_choice=choice, max_tokens=len(result.tokens) // 2, **asked)
+        assert (cut.tool_calls, cut.finish_reason) == ([], "length")
+    free = ctx.chat(ASKED, tool_choice="none", max_tokens=8, **asked)
+    assert free.tool_calls == [] and free.num_prompt_tokens < n
     with pytest.raises(lb.errors.ConfigError, match="not in tools"):
         ctx.chat(ASKED, tools=TOOLS, tool_choice="sing")
 

@@ -178,30 +178,6 @@ def test_chat_is_the_branchs_text(chatting: Context) -> None:
     assert "".join(event.text for event in events) == result.text
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "crown"}}]
-)
-def test_forced_calls_are_parsed(chatting: Context, choice: Any) -> None:
-    result = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=80, **WARM)
-    (call,) = result.tool_calls
-    assert call.name == "crown" or choice == "required"
-    assert isinstance(call.arguments, dict) and call.arguments["age"] in (7, 70)
-    body: Any = result.to_openai()
-    message = body["choices"][0]["message"]
-    assert body["choices"][0]["finish_reason"] == "tool_calls" and message["content"] is None
-    assert message["tool_calls"][0]["function"]["name"] == call.name
-    n_prompt = len(chatting.model.chat_tokens(HELLO, tools=TOOLS))
-    assert result.num_prompt_tokens == n_prompt > len(chatting.model.chat_tokens(HELLO))
-    n = len(result.tokens) - 1
-    almost: Any = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=n, **WARM)
-    ended = almost.to_openai()["choices"][0]
-    assert ended["finish_reason"] == "length" and ended["message"]["content"] == almost.text
-    free = chatting.chat(HELLO, tools=TOOLS, tool_choice="none", max_tokens=8, **WARM)
-    assert free.tool_calls == [] and free.num_prompt_tokens < n_prompt
-    cut = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=12, **WARM)
-    assert cut.tool_calls == [] and cut.finish_reason == "length"
-
-
 def takes(model: lb.Model, parameters: list[Any], name: str, arguments: str) -> bool:
     """Return whether a forced call may be this one; each tool is named by its index."""
     functions = [{"name": str(i), "parameters": each} for i, each in enumerate(parameters)]
@@ -214,22 +190,31 @@ def takes(model: lb.Model, parameters: list[Any], name: str, arguments: str) -> 
 
 
 def test_schemas_of_tools_refer_to_their_own_parts(toy: lb.Model) -> None:
+    """Functions without parameters get none."""
     pydantic = pytest.importorskip("pydantic")
     units = [enum.Enum("Unit", {value: value for value in values}) for values in ("ab", "cd")]
-    given = [pydantic.create_model("Place", u=(unit, ...)).model_json_schema() for unit in units]
-    assert "Unit" in given[0]["$defs"] and "Unit" in given[1]["$defs"]
+    places = [pydantic.create_model("Place", u=(unit, ...)).model_json_schema() for unit in units]
+    assert all("Unit" in place["$defs"] for place in places)
     tree = {"type": "object", "properties": {"$ref": {"$ref": "#"}, "n": {"type": "integer"}}}
     value = {"properties": {"v": {"const": {"$ref": "#/x"}}}, "type": "object"}
-    own = {**given[0], "$id": "https://example.com/own"}  # references are relative to it
-    given += [tree, value, own]
-    for name, arguments, fits in [
-        ("0", '{"u": "a"}', True), ("0", '{"u": "c"}', False),
-        ("1", '{"u": "d"}', True), ("1", '{"u": "a"}', False),
-        ("2", '{"$ref": {"$ref": {"n": 1}, "n": 2}}', True), ("2", '{"$ref": 1}', False),
-        ("3", '{"v": {"$ref": "#/x"}}', True),
-        ("4", '{"u": "b"}', True), ("4", '{"u": "c"}', False),
-    ]:  # fmt: skip
-        assert takes(toy, given, name, arguments) == fits, (name, arguments)
+    own = {**places[0], "$id": "https://example.com/own"}  # references are relative to it
+    given: list[Any] = [*places, tree, value, own]
+    cases: list[tuple[list[Any], str, str, bool]] = [
+        (given, "0", '{"u": "a"}', True), (given, "0", '{"u": "c"}', False),
+        (given, "1", '{"u": "d"}', True), (given, "1", '{"u": "a"}', False),
+        (given, "2", '{"$ref": {"$ref": {"n": 1}, "n": 2}}', True), (given, "2", '{"$ref": 1}', False),
+        (given, "3", '{"v": {"$ref": "#/x"}}', True),
+        (given, "4", '{"u": "b"}', True), (given, "4", '{"u": "c"}', False),
+    ]  # fmt: skip
+    for nothing in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
+        cases += [([nothing], "0", "{}", True), ([nothing], "0", '{"x": 1}', False)]
+    more: list[dict[str, Any]] = [
+        {"additionalProperties": True}, {"patternProperties": {"x": True}}, {"const": {"x": 1}},
+        {"anyOf": [SCHEMA, {"properties": {"x": {}}, "required": ["x"]}]},
+    ]  # fmt: skip
+    cases += [([{"type": "object", **each}], "0", '{"x": 1}', True) for each in more]
+    for parameters, name, arguments, fits in cases:
+        assert takes(toy, parameters, name, arguments) == fits, (name, arguments)
     deep: dict[str, Any] = {}
     for _ in range(2000):
         deep = {"items": deep}
@@ -237,45 +222,24 @@ def test_schemas_of_tools_refer_to_their_own_parts(toy: lb.Model) -> None:
         assert not takes(toy, [deep], "0", "[]")
 
 
-def test_functions_without_parameters_get_none(toy: lb.Model) -> None:
-    for nothing in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
-        assert takes(toy, [nothing], "0", "{}") and not takes(toy, [nothing], "0", '{"x": 1}')
-    for more in (
-        {"additionalProperties": True}, {"patternProperties": {"x": True}}, {"const": {"x": 1}},
-    ):  # fmt: skip
-        assert takes(toy, [{"type": "object", **more}], "0", '{"x": 1}')
-    combined = {"type": "object", "anyOf": [SCHEMA, {"properties": {"a": {}}, "required": ["a"]}]}
-    assert takes(toy, [combined], "0", '{"a": 5}')
-
-
-def test_openais_shapes(ctx: Context, chatting: Context) -> None:
+def test_openais_shapes_have_the_logprobs_that_were_asked_for(chatting: Context) -> None:
     types = pytest.importorskip("openai.types", reason="openai is not installed")
     chat_types = pytest.importorskip("openai.types.chat", reason="openai is not installed")
-    result = ctx.complete(PROMPTS[0], n=2, max_tokens=6, top_logprobs=2, stop=" the", **WARM)
-    found = types.Completion.model_validate(result.to_openai())
-    assert [each.text for each in found.choices] == [each.text for each in result.choices]
-    assert len(found.choices[0].logprobs.top_logprobs[0]) == 2
-    n = sum(len(each.tokens) for each in result.choices)
-    assert found.usage.completion_tokens == n and found.model == ctx.model.name
-    answer = chatting.chat(HELLO, max_tokens=6, top_logprobs=2, **WARM)
-    shown = chat_types.ChatCompletion.model_validate(answer.to_openai())
-    assert shown.choices[0].message.content == answer.text
-    assert len(shown.choices[0].logprobs.content) == len(answer.tokens)
-    assert shown.choices[0].finish_reason == "length"
-
-
-def test_openais_shapes_have_the_logprobs_that_were_asked_for(chatting: Context) -> None:
-    few: dict[str, Any] = {"max_tokens": 3, **WARM}
-    for call, given in ((chatting.complete, "The king"), (chatting.chat, HELLO)):
+    ctx = chatting
+    (asked,) = lb.Engine(ctx).generate([Request("The king", top_logprobs=0, max_tokens=3)])
+    bodies: list[Any] = [asked.to_openai()]
+    for call, given in ((ctx.complete, "The king"), (ctx.chat, HELLO)):
         run: Any = call
         for more in ({"logprobs": True}, {"top_logprobs": 0}, {"top_logprobs": 2}):
-            found = run(given, **more, **few).to_openai()["choices"][0]["logprobs"]
-            assert len(found["content" if given is HELLO else "tokens"]) == 3
-        for more in ({}, {"logprobs": False}):
-            assert run(given, **more, **few).to_openai()["choices"][0]["logprobs"] is None
-    (result,) = lb.Engine(chatting).generate([Request("The king", top_logprobs=0, max_tokens=3)])
-    body: Any = result.to_openai()
-    assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
+            bodies.append(run(given, **more, max_tokens=3, **WARM).to_openai())
+        for none in ({}, {"logprobs": False}):
+            assert run(given, **none, max_tokens=3).to_openai()["choices"][0]["logprobs"] is None
+    for body in bodies:
+        is_chat = body["object"] == "chat.completion"
+        shape = chat_types.ChatCompletion if is_chat else types.Completion
+        (choice,) = shape.model_validate(body).choices
+        assert len(choice.logprobs.content if is_chat else choice.logprobs.tokens) == 3
+        assert (choice.finish_reason, body["usage"]["completion_tokens"]) == ("length", 3)
 
 
 def test_async_twins(chatting: Context) -> None:
@@ -295,13 +259,11 @@ def test_async_twins(chatting: Context) -> None:
             async for event in engine.complete(PROMPTS, stream=True):
                 texts[event.id] += event.text
             assert list(texts.values()) == expected
-            with pytest.raises(ConfigError):
-                await engine.complete(PROMPTS[0], n=0)
-            with pytest.raises(ConfigError, match="drafter"):
-                await engine.complete(PROMPTS[0], drafter=None)
+            call: Any = engine.complete
             for bad in ({"n": 0}, {"drafter": None}, {"temprature": 1.0}):
-                call: Any = engine.complete  # with a stream at the call, as `Context.complete`
-                with pytest.raises(ConfigError):
+                with pytest.raises(ConfigError, match=next(iter(bad))):
+                    await call(PROMPTS[0], **bad)
+                with pytest.raises(ConfigError):  # at the call, as `Context.complete`
                     call(PROMPTS[0], stream=True, **bad)
             with pytest.raises(ConfigError):
                 engine.chat([], stream=True)
@@ -354,16 +316,6 @@ def test_types_are_known(chatting: Context) -> None:
     ]
     assert all(list(stream)[-1].result for stream in streams)
 
-    async def main() -> None:
-        async with lb.AsyncEngine(ctx, max_tokens=n) as engine:
-            assert_type(await engine.complete("The king"), Result)
-            assert_type(await engine.complete(["The king"]), list[Result])
-            assert_type(await engine.chat(HELLO), Result)
-            async for event in engine.complete("The king", stream=True):
-                assert_type(event, Event)
-
-    asyncio.run(main())
-
 
 def test_types_of_values_are_known(chatting: Context) -> None:
     pytest.importorskip("pydantic")
@@ -390,6 +342,11 @@ def test_types_of_values_are_known(chatting: Context) -> None:
 
     async def main() -> None:
         async with lb.AsyncEngine(ctx, max_tokens=few) as engine:
+            assert_type(await engine.complete("The king"), Result)
+            assert_type(await engine.complete(["The king"]), list[Result])
+            assert_type(await engine.chat(HELLO), Result)
+            async for event in engine.complete("The king", stream=True):
+                assert_type(event, Event)
             result = await engine.complete("The hero: ", json_schema=Hero)
             assert assert_type(result.parsed, Hero).kind in ("king", "wolf")
             assert_type(await engine.chat([HELLO], json_schema=Wolf), list[Result[Wolf]])
@@ -411,50 +368,39 @@ class Picky(lb.speculative.NullDrafter):
 
 LONG = "a " * 3000
 USER = ("user", "Hello")
-PYDANTIC = "pydantic model"
+WRONG: list[dict[str, Any]] = [
+    {"max_tokens": -1}, {"n": 0}, {"stop": 5}, {"temperature": -1.0}, {"drafter": 5},
+    {"json_schema": {}, "stop": "}"}, {"json_schema": {}, "stop_tokens": [5]},
+    {"regex": "a", "choices": ["b"]},
+]  # fmt: skip
+HABITS: list[tuple[str, Any, str]] = [
+    ("logprobs", 3, "top_logprobs=3"), ("max_new_tokens", 5, "max_tokens"),
+    ("max_completion_tokens", 5, "max_tokens"), ("response_format", {"type": "x"}, "json_schema"),
+    ("stop_sequences", ["a"], "stop here"), ("tools", [], "chat"),
+    ("functions", [], "tools here, an argument of chat"), ("temp", 1.0, "temperature here"),
+    ("num_predict", 5, "max_tokens here"), ("format", "json", "json_schema here"),
+    ("stopping_criteria", [], "stop here"), ("logits_processors", [], "logits_processor here"),
+    ("options", {}, "by its name"), ("temprature", 1.0, "did you mean temperature?"),
+    ("nonsense", 1, "arguments: max_tokens, stop, "),
+]  # fmt: skip
 # The prompt, options, the error, what its message begins with and what its hint has.
 BAD: list[tuple[Any, dict[str, Any], type[Exception], str, str]] = [
-    (b"x", {}, ConfigError, "", ""),
-    (5, {}, ConfigError, "", ""),
-    (["a", 5], {}, ConfigError, "", ""),
+    *((prompt, {}, ConfigError, "", "") for prompt in (b"x", 5, ["a", 5])),
     ([1, 1 << 40], {}, TokenizeError, "", ""),
     (LONG, {}, CacheFullError, "the prompt has", ""),
     (["a", LONG], {}, CacheFullError, "prompts[1]: the prompt has", ""),
     (["a", b"x"], {}, ConfigError, "prompts[1]: a prompt must be", ""),
     ([["a"], ["b"]], {}, ConfigError, "", "in one list"),
-    ("a", {"max_tokens": -1}, ConfigError, "", ""),
-    ("a", {"n": 0}, ConfigError, "", ""),
-    ("a", {"stop": 5}, ConfigError, "", ""),
+    *(("a", options, ConfigError, "", "") for options in WRONG),
     ("a", {"stop_tokens": [1 << 40]}, TokenizeError, "", ""),
-    ("a", {"temperature": -1.0}, ConfigError, "", ""),
     ("a", {"grammar": "root ="}, GrammarError, "", ""),
     ("a", {"json_schema": {"not": {}}}, GrammarError, "", ""),
-    ("a", {"json_schema": {}, "stop": "}"}, ConfigError, "", ""),
-    ("a", {"json_schema": {}, "stop_tokens": [5]}, ConfigError, "", ""),
-    ("a", {"regex": "a", "choices": ["b"]}, ConfigError, "", ""),
-    ("a", {"drafter": 5}, ConfigError, "", ""),
     ("a", {"drafter": Picky()}, lb.errors.VocabularyMismatchError, "not this one", ""),
-    ("a", {"json_schema": Plain}, LlamaBranchError, "", PYDANTIC),
-    ("a", {"json_schema": Plain()}, LlamaBranchError, "", PYDANTIC),
-    ("a", {"json_schema": list[Plain]}, LlamaBranchError, "", PYDANTIC),
-    ("a", {"json_schema": 5}, LlamaBranchError, "", PYDANTIC),
+    *(("a", {"json_schema": schema}, LlamaBranchError, "", "pydantic model")
+      for schema in (Plain, Plain(), list[Plain], 5)),
     # Habits from elsewhere get the argument of here.
-    ("a", {"logprobs": 3}, ConfigError, "", "top_logprobs=3"),
-    ("a", {"max_new_tokens": 5}, ConfigError, "", "max_tokens"),
-    ("a", {"max_completion_tokens": 5}, ConfigError, "", "max_tokens"),
-    ("a", {"response_format": {"type": "json_object"}}, ConfigError, "", "json_schema"),
-    ("a", {"stop_sequences": ["a"]}, ConfigError, "", "stop here"),
-    ("a", {"tools": []}, ConfigError, "", "chat"),
-    ("a", {"functions": []}, ConfigError, "", "tools here, an argument of chat"),
-    ("a", {"temp": 1.0}, ConfigError, "", "temperature here"),
-    ("a", {"num_predict": 5}, ConfigError, "", "max_tokens here"),
-    ("a", {"format": "json"}, ConfigError, "", "json_schema here"),
-    ("a", {"stopping_criteria": []}, ConfigError, "", "stop here"),
-    ("a", {"logits_processors": []}, ConfigError, "", "logits_processor here"),
-    ("a", {"options": {}}, ConfigError, "", "by its name"),
-    ("a", {"temprature": 1.0}, ConfigError, "", "did you mean temperature?"),
-    ("a", {"nonsense": 1}, ConfigError, "", "arguments: max_tokens, stop, "),
-]
+    *(("a", {name: value}, ConfigError, "", hint) for name, value, hint in HABITS),
+]  # fmt: skip
 BAD_OPTIONS: list[dict[str, Any]] = [
         {"tools": [{}]}, {"tools": 5}, {"tools": TOOLS, "tool_choice": "sometimes"},
         {"tools": TOOLS, "tool_choice": {}}, {"tools": TOOLS, "tool_choice": {"function": {}}},

@@ -60,19 +60,6 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def clean(target: lb.Model) -> Iterator[Context]:
-    """A context in which requests run alone."""
-    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1, exact=True) as ctx:
-        yield ctx
-
-
-def by_name(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
-    found = {(result.id, result.sample): result for result in results}
-    assert len(found) == len(results)
-    return found
-
-
 # -- the law: in company as alone ------------------------------------------------------------------
 
 
@@ -99,7 +86,7 @@ def test_seed_of_a_request_does_not_depend_on_its_place(
 
 
 def test_shared_prefixes_are_forked_not_computed(
-    ctx: Context, draft_ctx: Context, clean: Context
+    ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
     """The texts draft together: eight that draft 4 tokens need 5 draft decodes a round, not 40."""
     shared = TALE * 4
@@ -107,7 +94,7 @@ def test_shared_prefixes_are_forked_not_computed(
     n_shared = len(ctx.tokenize(shared)) - 1  # the last token may join with what follows
     engine = Engine(ctx, make("model", draft_ctx), FIXED)
     for request, result in zip(requests, engine.generate(requests), strict=True):
-        check_alone(clean, request, result)
+        check_alone(other_ctx, request, result)
         assert result.num_prompt_tokens == len(ctx.tokenize(str(request.prompt)))
     stats = engine.stats
     assert stats.shared_prompt_tokens >= 4 * n_shared
@@ -165,20 +152,21 @@ BAD: dict[str, tuple[Request, str, type[Exception]]] = {
 
 @pytest.mark.parametrize("which", ["none", "model"])
 def test_request_that_cannot_be_served_gets_its_own_error(
-    which: str, ctx: Context, draft_ctx: Context, clean: Context
+    which: str, ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
     good = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
     bad = [replace(request, id=name) for name, (request, _, _) in BAD.items()]
     mixed = [*good[:2], *bad, *good[2:]]
-    results = by_name(Engine(ctx, make(which, draft_ctx), FIXED).generate(mixed))
-    assert len(results) == len(mixed) + 1
+    all_results = Engine(ctx, make(which, draft_ctx), FIXED).generate(mixed)
+    results = {(result.id, result.sample): result for result in all_results}
+    assert len(results) == len(all_results) == len(mixed) + 1
     for name, (_, reason, kind) in BAD.items():
         result = results[name, 0]
         assert (result.finish_reason, result.tokens) == (reason, [])
         assert isinstance(result.error, kind)
     for number, request in enumerate(mixed):
         if request.id is None:
-            check_alone(clean, request, results[str(number), 0])
+            check_alone(other_ctx, request, results[str(number), 0])
     assert_clean(ctx, draft_ctx)
 
 
@@ -243,15 +231,11 @@ def test_ids_are_unique(ctx: Context) -> None:
 # -- too little room ---------------------------------------------------------------------------------
 
 
-def take_all(ctx: Context) -> list[Branch]:
-    return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
-
-
 def test_engine_waits_while_others_are_at_work_and_no_longer(
-    ctx: Context, clean: Context, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others hold every sequence: it waits as long as they work; a request may be cancelled meanwhile."""
-    guests, waits = take_all(ctx), 0
+    guests, waits = [Branch.create(ctx) for _ in range(ctx.n_seq_free)], 0
 
     def generate(
         requests: Sequence[Request | str], wait_s: float, work: Callable[[Engine, int], None]
@@ -293,12 +277,12 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
 
     requests = [Request(p, max_tokens=8, sampling=WARM) for p in PROMPTS]
     for request, result in zip(requests, generate(requests, 0.5, work), strict=True):
-        check_alone(clean, request, result)
+        check_alone(other_ctx, request, result)
     assert_clean(ctx)
 
 
 def test_an_engine_waits_for_cells_that_another_one_holds(
-    target: lb.Model, clean: Context, monkeypatch: pytest.MonkeyPatch
+    target: lb.Model, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any two of the prompts are longer than the context."""
     prompts = [[5 + i] * 150 for i in range(4)]
@@ -325,7 +309,7 @@ def test_an_engine_waits_for_cells_that_another_one_holds(
         results = [events[-1].result, *(job.result(120)[0] for job in jobs)]
         for request, result in zip(requests, results, strict=True):
             assert result is not None
-            check_alone(clean, request, result)
+            check_alone(other_ctx, request, result)
         assert ctx.working == {}
 
 

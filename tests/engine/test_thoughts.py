@@ -72,35 +72,45 @@ def opened_prompt(ctx: Context) -> list[int]:
 
 
 def test_a_budget_ends_the_thought_and_the_answer_follows_its_tokens(ctx: Context) -> None:
-    result = ctx.chat(ASKED, thinking=12, max_tokens=40, seed=5)
+    """A schema and stop strings count from the answer on; events and numbers have both parts."""
+    asked: dict[str, Any] = {"thinking": 12, "max_tokens": 40, "seed": 5}
+    result = ctx.chat(ASKED, top_logprobs=2, **asked)
     n = result.n_thought_tokens
     written = ctx.model.detokenize(result.tokens[:n])
     assert written.endswith("\n</think>\n\n")
     assert result.thought == written.removesuffix("\n</think>\n\n").strip() != ""
     assert len(ctx.model.tokenize(written, add_special=False)) >= 12
-    assert len(result.tokens) == 40
-    assert result.finish_reason == "length"
+    assert (len(result.tokens), result.finish_reason) == (40, "length")
     assert result.text == after(ctx, result, opened_prompt(ctx), max_tokens=40 - n)
 
+    assert result.logprobs is not None
+    marks = [(token.token, token.is_thought) for token in result.logprobs]
+    assert marks == [(token, i < n) for i, token in enumerate(result.tokens)]
+    body: Any = result.to_openai()
+    assert body["choices"][0]["message"]["reasoning_content"] == result.thought
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": n}
+    assert len(body["choices"][0]["logprobs"]["content"]) == 40 - n
+    (said,) = heard(ctx.chat(ASKED, **asked, stream=True)).values()
+    assert (said.thought.strip(), said.text) == (result.thought, result.text)
 
-def test_a_schema_and_stop_strings_count_from_the_answer_on(ctx: Context) -> None:
-    free = ctx.chat(ASKED, thinking=12, max_tokens=60, seed=5)
-    result = ctx.chat(
-        ASKED, thinking=12, max_tokens=60, seed=5, json_schema=NUMBER, show_schema=False
-    )
-    assert result.thought == free.thought
-    assert is_number(result)
-    word = free.thought.split()[1]
-    stopped = ctx.chat(ASKED, thinking=12, max_tokens=60, seed=5, stop=word)
+    number = ctx.chat(ASKED, json_schema=NUMBER, show_schema=False, **asked)
+    assert number.thought == result.thought
+    assert is_number(number)
+    word = result.thought.split()[1]
+    stopped = ctx.chat(ASKED, stop=word, **asked)
     assert word in stopped.thought
     assert word not in stopped.text
-
-
-def test_last_words_come_before_the_tag(ctx: Context) -> None:
-    result = ctx.chat(ASKED, thinking=8, thinking_end=" Enough.", max_tokens=30, seed=5)
-    written = ctx.model.detokenize(result.tokens[: result.n_thought_tokens])
-    assert written.endswith(" Enough.\n</think>\n\n")
-    assert "Enough" not in result.thought
+    last = ctx.chat(ASKED, thinking_end=" Enough.", **asked)
+    assert ctx.model.detokenize(last.tokens[: last.n_thought_tokens]).endswith(
+        " Enough.\n</think>\n\n"
+    )
+    assert "Enough" not in last.thought
+    cut = ctx.chat(ASKED, thinking=50, max_tokens=10, seed=5)
+    assert (cut.text, cut.finish_reason) == ("", "length")
+    assert (
+        cut.thought == cut.message["reasoning_content"] == ctx.model.detokenize(cut.tokens).strip()
+    )
+    assert cut.n_thought_tokens == len(cut.tokens) == 10
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -221,20 +231,6 @@ def test_a_prompt_that_ends_in_a_thought_is_closed_where_none_is_wanted() -> Non
         assert result.text
 
 
-def test_a_text_that_ends_in_its_thought_has_no_answer(ctx: Context) -> None:
-    result = ctx.chat(ASKED, thinking=50, max_tokens=10, seed=5)
-    assert result.finish_reason == "length"
-    assert result.text == ""
-    assert result.thought == ctx.model.detokenize(result.tokens).strip()
-    assert result.n_thought_tokens == len(result.tokens) == 10
-    assert result.message["reasoning_content"] == result.thought
-
-
-def test_events_say_which_of_the_two_they_are(ctx: Context) -> None:
-    (said,) = heard(ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, stream=True)).values()
-    assert said.thought and said.text
-
-
 CLOSED = "\n</think>\n\n"
 
 
@@ -298,20 +294,6 @@ def test_a_stream_has_each_token_once(shape: str) -> None:
                 assert "".join(t.text for t in said if not t.is_thought) == answer.text
 
 
-def test_numbers_of_both_parts_are_there_and_marked(ctx: Context) -> None:
-    result = ctx.chat(ASKED, thinking=12, max_tokens=30, seed=5, top_logprobs=2)
-    assert result.logprobs is not None
-    n = result.n_thought_tokens
-    assert [token.token for token in result.logprobs] == result.tokens
-    assert [token.is_thought for token in result.logprobs] == [
-        i < n for i in range(len(result.tokens))
-    ]
-    body: Any = result.to_openai()
-    assert body["choices"][0]["message"]["reasoning_content"] == result.thought
-    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": n}
-    assert len(body["choices"][0]["logprobs"]["content"]) == len(result.tokens) - n
-
-
 def test_a_model_that_does_not_think_says_so(target: Model) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     with (
@@ -352,25 +334,6 @@ def buffered(
 
 TAGGED = Thinking("<think>", "</think>", is_open=False, close="\n</think>\n\n", tail="\n\n")
 WRITTEN = "<think>\nI count: <b>1</b>, 2.\n</think>\n\nThe answer"
-
-
-@pytest.mark.parametrize("budget", [12, None])
-@pytest.mark.parametrize("n", [1, 3])
-def test_the_end_of_a_thought_is_reported_with_the_tokens_of_the_result(
-    ctx: Context, n: int, budget: int | None
-) -> None:
-    prompt, thinking = plan_thinking(ctx.model, ctx.model.chat_tokens(ASKED), budget)
-    request = Request(
-        prompt, n=n, thinking=thinking, max_tokens=30, grammar='root ::= "a" "b"*',
-        sampling=lb.SamplingParams(seed=5),
-    )  # fmt: skip
-    events = list(Engine(ctx).stream([request]))
-    ended = {event.sample: event.ended_thought for event in events if event.ended_thought}
-    assert len(heard(events)) == n
-    for result in (event.result for event in events if event.result is not None):
-        thought = result.tokens[: result.n_thought_tokens]
-        assert [token.token for token in ended.get(result.sample) or ()] == thought
-        assert bool(thought) == bool(budget)
 
 
 def test_however_a_text_is_cut_the_thought_is_the_same(target: Model) -> None:

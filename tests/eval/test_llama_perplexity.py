@@ -9,67 +9,42 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import llamabranch as lb
 from benchmarks.servers import has_amx
-from llamabranch import eval as evaluation
-from llamabranch import hub
+from llamabranch.eval import perplexity
 
-MODEL, ROOT = hub.resolve(hub.BUNDLED_TARGET), Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 WINDOW = 512
-pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def program() -> str:
-    path = os.environ.get("LLAMA_PERPLEXITY")
-    if path is None:
+@pytest.mark.slow
+def test_perplexity_is_the_programs(tmp_path: Path) -> None:
+    program = os.environ.get("LLAMA_PERPLEXITY")
+    if program is None:
         pytest.skip("LLAMA_PERPLEXITY names no llama-perplexity")
-    return path
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
+    if has_amx():
+        pytest.skip("the program may use AMX, which the library turns off")
+    path, model = tmp_path / "text.txt", lb.hub.resolve(lb.hub.BUNDLED_TARGET)
     names = ("README.md", "docs/architecture.md")
     path.write_text("\n".join((ROOT / name).read_text("utf-8") for name in names), "utf-8")
-    return path
-
-
-def opened(model: Path) -> lb.Context:
-    return lb.load(model, n_ctx=WINDOW, n_seq_max=1, kv_type="f16", exact=False, n_threads=2)
-
-
-@pytest.fixture
-def ctx() -> Iterator[lb.Context]:
-    with opened(MODEL) as context:
-        yield context
-
-
-def run(program: str, *arguments: object, last: str) -> str:
-    """Return the program's log. It is run again if its last lines are missing, as on a busy machine."""
-    command = [program, "-t", "2", "-c", str(WINDOW), "-b", str(WINDOW), *map(str, arguments)]
-    for _ in range(8):
+    sizes = ["-t", "2", "-c", str(WINDOW), "-b", str(WINDOW)]
+    command = [program, "-m", str(model), "-f", str(path), *sizes]
+    for _ in range(8):  # on a busy machine its last lines may be missing
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        if last in (log := done.stdout + done.stderr):
-            return log
-    pytest.fail(f"no {last!r} in {log[-2000:]}")
-
-
-def test_perplexity_is_the_programs(program: str, text: Path, ctx: lb.Context) -> None:
-    if has_amx():
-        pytest.skip("the program may use AMX, which the library turns off")
-    log = run(program, "-m", MODEL, "-f", text, last="PPL =")
-    result = evaluation.perplexity(ctx, text.read_text("utf-8"), WINDOW)
+        final = re.search(r"PPL = ([\d.]+) \+/- ([\d.]+)", done.stdout + done.stderr)
+        if final is not None:
+            break
+    else:
+        pytest.fail(f"no perplexity in {done.stderr[-2000:]}")
+    with lb.load(model, n_ctx=WINDOW, n_seq_max=1, kv_type="f16", n_threads=2) as ctx:
+        result = perplexity(ctx, path.read_text("utf-8"), WINDOW)
     assert result.n_chunks >= 4
-    final = re.search(r"PPL = ([\d.]+) \+/- ([\d.]+)", log)
-    assert final is not None
     assert result.value == pytest.approx(float(final[1]), rel=1e-4)
     assert result.stderr == pytest.approx(float(final[2]), rel=1e-3)

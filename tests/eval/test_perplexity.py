@@ -20,14 +20,16 @@ TEXT = (
 ) * 3
 
 
-def losses_by_hand(ctx: Context, tokens: list[int], first: int) -> list[float]:
+def log_probs_by_hand(ctx: Context, tokens: list[int]) -> list[Any]:
+    """Return the log-probabilities of all tokens after each of ``tokens``, in float64."""
     with Branch.create(ctx) as branch:
-        rows = branch.extend(tokens, logits="all")
-    wide = [row.astype(np.float64) for row in rows]
-    return [
-        float(np.logaddexp.reduce(wide[i]) - wide[i][tokens[i + 1]])
-        for i in range(first, len(tokens) - 1)
-    ]
+        rows = [row.astype(np.float64) for row in branch.extend(tokens, logits="all")]
+    return [row - np.logaddexp.reduce(row) for row in rows]
+
+
+def losses_by_hand(ctx: Context, tokens: list[int], first: int) -> list[float]:
+    rows = log_probs_by_hand(ctx, tokens)
+    return [-float(rows[i][tokens[i + 1]]) for i in range(first, len(tokens) - 1)]
 
 
 def test_perplexity_is_that_of_raw_logits(ctx: Context) -> None:
@@ -123,11 +125,7 @@ def test_divergence_is_that_of_the_distributions(ctx: Context, draft_ctx: Contex
     kls, same, changes = [], [], []
     for c in range(3):
         chunk = tokens[c * 32 : (c + 1) * 32]
-        logs = []
-        for context in (ctx, draft_ctx):
-            with Branch.create(context) as branch:
-                rows = [row.astype(np.float64) for row in branch.extend(chunk, logits="all")]
-            logs.append([row - np.logaddexp.reduce(row) for row in rows])
+        logs = [log_probs_by_hand(context, chunk) for context in (ctx, draft_ctx)]
         for i in range(16, 31):
             p, q = logs[0][i], logs[1][i]
             kls.append(float(np.sum(np.exp(p) * (p - q))))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,9 @@ from llamabranch.generation.drafter import (
     NO_DRAFT,
     DraftLength,
     FixedLength,
-    NullState,
     Round,
-    propose,
 )
-from llamabranch.generation.length import LONGEST_PAUSE, PAUSE, WARM_UP_PLAIN, AutoLength
+from llamabranch.generation.length import WARM_UP_PLAIN, AutoLength
 from llamabranch.speculative import Draft
 
 PLAIN = Round(NO_DRAFT)
@@ -204,19 +201,6 @@ def test_speed_is_near_that_of_the_best_fixed_length(
         assert sum(k > 0 for k in asked) < 0.02 * len(asked)
 
 
-@pytest.mark.parametrize("n_streams", [1, 8])
-def test_pauses_between_trials_grow(n_streams: int) -> None:
-    """All streams try in the same round, and that round counts once."""
-    world = World(auto_length(), always(0.0), n_streams=n_streams).run(6000)
-    rounds = np.array(world.drafted).reshape(-1, n_streams)
-    asked = np.flatnonzero((rounds >= 0).any(axis=1))
-    pauses = np.diff(asked[asked > 20])
-    assert len(pauses) >= 4
-    assert all(a <= b < 2.5 * a for a, b in pairwise(pauses[:4]))
-    assert pauses[0] >= PAUSE
-    assert pauses[-1] >= LONGEST_PAUSE
-
-
 def test_drafter_that_changes_is_switched_off_and_comes_back() -> None:
     """A drafter with empty drafts is asked until it has one. A trial waits until missed text is read."""
     world = World(auto_length(), always(0.9), speaks=0.0).run(500)
@@ -234,21 +218,6 @@ def test_drafter_that_changes_is_switched_off_and_comes_back() -> None:
     before = world.n_tokens, world.seconds
     world.run(300)
     assert (world.n_tokens - before[0]) / (world.seconds - before[1]) > 1.5
-    length = auto_length()
-    World(length, always(0.0)).run(60)
-    assert not is_on(length)
-    while length.plain_steps(1):
-        length.learn([PLAIN], 1, 1.0)
-    assert length.plain_steps(1_000_000) > 0
-
-
-def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
-    worlds = [
-        World(auto_length(), always(0.7), rng=np.random.default_rng(seed)).run(1000)
-        for seed in range(10)
-    ]
-    not_asked = sum(k < 0 for world in worlds for k in world.drafted)
-    assert not_asked < 0.03 * 10 * 1000  # the steps that measure t(1) are half of that
 
 
 @pytest.mark.parametrize("slow", [10.0, 100.0])
@@ -271,7 +240,15 @@ def test_slow_first_rounds_do_not_keep_a_drafter_off(
     assert world.run(2000).speed > 0.92 * best_speed(0.8, 0.05, 0.2)
 
 
-def test_reading_and_the_step_that_ends_a_draft_are_no_drafted_tokens_time() -> None:
+def test_a_trial_waits_until_missed_text_costs_little() -> None:
+    length = auto_length()
+    World(length, always(0.0)).run(60)
+    while length.plain_steps(1):
+        length.learn([PLAIN], 1, 1.0)
+    assert length.plain_steps(1_000_000) > 0
+
+
+def test_reading_is_no_drafted_tokens_time() -> None:
     """The first draft also reads the prompt, for a hundred steps. Later ones do not."""
     length = auto_length()
     length.learn([PLAIN], 1, 1.0, 3)
@@ -282,33 +259,9 @@ def test_reading_and_the_step_that_ends_a_draft_are_no_drafted_tokens_time() -> 
     assert is_on(length)
     assert cost(length) == pytest.approx(world.c)
     assert sum(k > 0 for k in world.drafted) > 280
-    length = auto_length()
-    World(length, always(0.0), speaks=0.0).run(5)
-    assert length.consider("model")
-    # One token is drawn, and the draft ends at the second step. Each step takes a target step's time.
-    for n_read, draft_s in ((1, 2.0), (2, 2.0), (5, 6.0), (1, 2.0), (8, 9.0)):
-        length.learn([Round(drafted("model", 1, seconds=draft_s, n_read=n_read), 1)], 2, 1.0)
-    assert cost(length) == pytest.approx(1.0, rel=0.01)
 
 
 # -- how long ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "worlds",
-    [
-        [(p, {}) for p in (0.6, 0.8, 0.95)],  # surer ones
-        [(0.9, {"c": c}) for c in (0.3, 0.01)],  # cheaper ones
-        # What one stream's draft adds to the decode is the same, and a plain token becomes cheaper.
-        [(0.85, {"slope": 0.1, "n_streams": n}) for n in (12, 4, 1)],
-    ],
-)
-def test_drafts_are_longer_the_more_they_bring(worlds: list[tuple[float, dict[str, Any]]]) -> None:
-    lengths = [
-        World(auto_length(), always(p), **how).run(1200 // how.get("n_streams", 2)).recent()
-        for p, how in worlds
-    ]
-    assert all(a < b for a, b in pairwise(lengths))
 
 
 @pytest.mark.parametrize(
@@ -517,28 +470,6 @@ def bare(truth: Sequence[int] = (), start: int = 0, name: str = "bare") -> lb.Fu
         return list(truth[at : at + min(5, k)]) if truth else [2 + len(tokens) % 50] * min(5, k)
 
     return lb.FunctionDrafter(guess, name)
-
-
-@pytest.mark.parametrize("entropy_stop", [None, 9.0])
-def test_bare_draft_is_timed_and_cut_by_length_alone_and_never_changed_in_place(
-    entropy_stop: float | None,
-) -> None:
-    class Keeper(NullState):
-        def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-            return kept
-
-    for tokens, entropies in (([], []), ([5, 6, 7, 8], []), ([5, 6], [1.0, 1.0])):
-        kept = Draft(tokens=list(tokens), entropies=list(entropies))
-        draft = propose(Keeper(), [0], FixedLength(2, entropy_stop), 16)
-        assert draft.seconds > 0
-        assert (kept.tokens, kept.entropies, kept.seconds) == (tokens, entropies, 0.0)
-        if len(tokens) > 2 and entropy_stop:
-            assert (draft.tokens, draft.stopped) == ([5, 6], "length")
-            assert len(draft.entropies) == 3 and all(map(math.isnan, draft.entropies))
-        else:
-            assert (draft.tokens, draft.entropies) == (tokens, entropies)
-    kept = Draft([7, 8], seconds=0.5)
-    assert propose(Keeper(), [0], FixedLength(2), 2).seconds == 0.5
 
 
 @pytest.mark.parametrize("honest", [True, False])

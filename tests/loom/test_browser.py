@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
+    HOSTILE,
     asked,
     begin,
     chosen_token,
@@ -118,28 +119,6 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     page.locator("#tree:focus").wait_for()  # where the dialog was opened
 
 
-def test_typed_text_is_scored_and_edits_fork(page: Page) -> None:
-    before = written(page)
-    page.keyboard.press("End")
-    typed(page, " Then the moon rose.")
-    assert "".join(tokens(page)).endswith("Then the moon rose.")
-    page.wait_for_function(
-        "n => document.querySelectorAll('#text [data-lp]').length >= n", arg=len(before)
-    )
-    page.locator("#text [data-token]").nth(3).click()
-    page.locator("#text").press("e")
-    box = page.locator(".typing textarea")
-    box.fill(box.input_value().replace("moon", "sun"))
-    press(page, "Escape")
-    now = "".join(tokens(page))
-    assert "sun rose" in now and "moon" not in now
-    assert tokens(page)[: len(before)] == before
-    page.locator("#tree").focus()
-    press(page, "u")
-    rows = "[...document.querySelectorAll('#rows > :not([hidden])')]"  # hidden ones keep their last text
-    page.wait_for_function(f"() => !{rows}.some((row) => /sun rose/.test(row.textContent))")
-
-
 def do(page: Page, op: str, **fields: object) -> Any:
     cid = page.evaluate("crypto.randomUUID()")
     return asked(page, "/loom/do", json.dumps({"op": op, "cid": cid, **fields}))
@@ -190,7 +169,8 @@ def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
 
 def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> None:
     written(page)
-    for way in ("delete", "delete and reload", "continue", "take", "type"):
+    box = page.locator(".typing textarea")
+    for way in ("delete", "delete and reload", "continue", "take", "type", "edit"):
         if way == "continue":
             press(page, "u", "g", at="#text")
             page.locator(".shoot").first.click()
@@ -204,6 +184,11 @@ def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> No
             take(page, 6)
         elif way == "type":
             typed(page, " and so they slept")
+        elif way == "edit":
+            page.locator("#text").press("e")
+            box.fill(box.input_value().replace("they slept", "she woke"))
+            press(page, "Escape")
+            assert "".join(tokens(page)) == "".join(before[1]).replace("they slept", "she woke")
         else:
             press(page, "Delete", at="#text")
         after = chosen(page), tokens(page)
@@ -321,15 +306,6 @@ def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
 
 # -- exported files and hostile text ---------------------------------------------------------------
 
-HOSTILE = [
-    "</script><script>window.hacked = 1</script>",
-    "<img src=x onerror='window.hacked = 1'>",
-    "\u202eright to left\u202c",
-    "\x1b[31mred\x1b[0m",
-    "\x00nul",
-    "]]> --> <!-- ${window.hacked = 1} {{7*7}}",
-    "العربية हिन्दी 👩‍👩‍👧 \u2028 line",
-]
 PILE = "a" + "\u0301" * 10_000  # more than the model reads: it can only be imported
 
 
@@ -344,7 +320,6 @@ def test_exported_file_works_from_disk_without_a_request(
     text = "".join(written(page))
     n_rows = page.locator(ROWS).count()
     file = exported(page, tmp_path)
-    assert imported(page, file.read_text("utf-8")) >= 4
     with from_disk(chromium, file) as page:
         assert "".join(tokens(page)) == text
         assert page.locator(ROWS).count() == n_rows
@@ -371,9 +346,8 @@ def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
         n_tokens = len(tokens(page))
         assert n_tokens > 8
         assert page.locator("#text [data-lp]").count() == n_tokens - 1
-        for i, text in enumerate(HOSTILE):
-            body = json.dumps({"op": "type", "cid": f"hostile {i}", "text": text})
-            assert "node" in asked(page, "/loom/do", body), text
+        for text in HOSTILE:
+            assert "node" in do(page, "type", text=text), text
         imported(page, PILE)
         page.locator("[role=treeitem]", has_text="marks]").wait_for()
         check_hostile(page)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import HOSTILE
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw, structs
@@ -15,13 +16,9 @@ from paging import Paged
 
 from llamabranch import ConfigError
 from llamabranch.loom import formats
-from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens
+from llamabranch.loom.document import Change, Document, Head, Made, Pieces, Tokens, Turn
 
-HOSTILE = (
-    "</script><img src=x onerror=alert(1)>", "\u202eright to left", "\x1b[31m", "\x00", "a\u0301" * 50,
-    "\ud800", '"},{"', "\\", "\u2028",
-)  # fmt: skip
-PIECES = st.text(max_size=6) | st.sampled_from([text for text in HOSTILE if text != "\ud800"])
+PIECES = st.text(max_size=6) | st.sampled_from([*HOSTILE, "a\u0301" * 50, '"},{"', "\\"])
 
 
 def tokens(name: str, ids: list[int], lps: list[float | None]) -> Tokens:
@@ -46,7 +43,8 @@ def documents(draw: st.DrawFn) -> Document:
         if parent is not None and not end:
             parent = None
         by = draw(st.sampled_from("AB"))
-        document.apply(Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=by))
+        turns = [Turn("user", at, at, text=name) for name in draw(st.lists(PIECES, max_size=2))]
+        document.apply(Made(id=f"n{i}", parent=parent, at=at, r=10 + i, by=by, turns=turns))
         ids = draw(st.lists(st.integers(0, len(words) - 1), min_size=1, max_size=6))
         lps = [draw(st.floats(-20, 0, width=32) | st.none()) for _ in ids]
         document.apply(tokens(f"n{i}", ids, lps))

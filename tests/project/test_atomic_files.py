@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 from pathlib import Path
 
 import pytest
-from commands import COMMAND, run
 
 from llamabranch.files import atomic_write
-
-GENERATE = ("generate", "--prompts", "Once", "-n", 4, "-t", 1, "--n-ctx", 256, "--output")
 
 
 @pytest.fixture
@@ -58,25 +54,3 @@ def test_what_is_no_regular_file_is_not_replaced(place: Path) -> None:
     with pytest.raises(OSError, match=r"regular|directory|symbolic"), atomic_write(place):
         pass
     assert (place.lstat().st_mode, place.lstat().st_ino) == before
-
-
-@pytest.mark.parametrize("place", ["null"], indirect=True)
-def test_generate_writes_to_devices(place: Path) -> None:
-    result = run(*GENERATE, place)
-    assert result.exit_code == 0, result.output
-    assert stat.S_ISCHR(place.stat().st_mode)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no /dev/stdout")
-@pytest.mark.parametrize("is_pipe", [True, False], ids=["pipe", "file"])
-def test_generate_writes_to_standard_output(is_pipe: bool, tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w+") as file:
-        done = subprocess.run(
-            [*COMMAND, *map(str, GENERATE), "/dev/stdout"], text=True,
-            stdout=subprocess.PIPE if is_pipe else file, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        file.seek(0)
-        output = done.stdout if is_pipe else file.read()
-    assert done.returncode == 0, done.stderr
-    assert output.startswith('{"id": "0"')
-    assert output.count("\n") == 1

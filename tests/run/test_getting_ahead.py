@@ -226,12 +226,3 @@ def test_a_time_limit_ends_a_call_that_decodes_nothing(toy: Model) -> None:
         engine = Engine(ctx, wait_s=math.inf)
         with pytest.raises(DecodeInterruptedError), ctx.time_limit(0.1):
             engine.generate(["The wolf"])
-
-
-def test_an_engine_with_a_paused_request_can_be_drained(toy: Model) -> None:
-    with Context(toy, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx:
-        engine = Engine(ctx)
-        engine.add_request(Request("A king", id="a", max_tokens=5))
-        engine.step()
-        engine.core.scheduler.pause("a")
-        assert [e.result.finish_reason for e in engine.close(drain=True) if e.result] == ["length"]

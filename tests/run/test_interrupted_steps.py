@@ -104,7 +104,10 @@ def outcome(
     for n_steps in range(MOST_STEPS):
         if not engine.has_unfinished():
             break
+        if n_steps == 6:
+            engine.core.scheduler.pause("a")  # it is parked in a step that may be interrupted
         if n_steps == 12:
+            engine.core.scheduler.resume("a")
             engine.abort("d")
         if interrupter is not None and not interrupter.done:
             sys.settrace(interrupter)

@@ -73,20 +73,6 @@ def test_state_of_a_text_that_was_changed_at_the_end_is_not_kept(
         assert generation.stats.num_accepted_tokens == alone.stats.num_accepted_tokens
 
 
-def test_a_drafter_for_each_call_takes_no_more_sequences_than_one(
-    ctx: Context, draft_ctx: Context
-) -> None:
-    config = SpeculativeConfig(draft_k=3)
-    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        for _ in range(12):
-            generation = branch.generate(
-                5, drafter=lb.ModelDrafter(draft_ctx), config=config
-            ).finish()
-            assert generation.stats.num_drafts > 0
-            assert draft_ctx.n_seq_free >= 7
-            branch.rewind(branch.n_prompt)
-
-
 def test_draft_state_is_freed_with_its_text_and_by_another_drafter(
     ctx: Context, draft_ctx: Context
 ) -> None:

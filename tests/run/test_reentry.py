@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def opened(model: lb.Model, **options: Any) -> Context:
 @pytest.fixture
 def both(target: lb.Model) -> Iterator[tuple[Context, Context]]:
     """Two equal contexts: one for texts whose functions use it, one for the same texts without."""
-    with opened(target, exact=True) as ctx, opened(target, exact=True) as clean:
+    with opened(target) as ctx, opened(target) as clean:
         yield ctx, clean
 
 
@@ -82,15 +83,10 @@ def with_use(kind: str, use: Use) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "drafts"),
     [
-        ("logits_processor", False),
-        ("logits_processor", True),
-        ("constraint", False),
-        ("constraint", True),
-        ("on_prompt_progress", False),
-        ("on_round", True),
-        ("drafter", True),
+        *product(("logits_processor", "constraint"), (False, True)),
+        ("on_prompt_progress", False), ("on_round", True), ("drafter", True),
     ],
-)
+)  # fmt: skip
 def test_texts_that_share_decodes(kind: str, drafts: bool, both: tuple[Context, Context]) -> None:
     def run(ctx: Context, use: Use | None) -> list[lb.Result]:
         requests = []
@@ -205,19 +201,19 @@ def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None
 # -- what such a function cannot do ---------------------------------------------------------------------
 
 
+CHANGES: list[Callable[[Branch], object]] = [
+    lambda branch: branch.prune(), lambda branch: branch.rewind(2),
+    lambda branch: branch.extend([5]), lambda branch: branch.append(" and"),
+]  # fmt: skip
+READS: list[Callable[[Branch], object]] = [
+    lambda branch: branch.score(" and"), lambda branch: branch.fork(),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda branch: branch.prune(),
-        lambda branch: branch.rewind(2),
-        lambda branch: branch.extend([5]),
-        lambda branch: branch.append(" and"),
-        lambda branch: branch.steer({5: 1.0}),
-    ],
-)
+@pytest.mark.parametrize("change", [*CHANGES, lambda branch: branch.steer({5: 1.0})])
 def test_a_function_cannot_change_the_branch_that_calls_it(
-    change: Callable[[Branch], None], drafts: bool, ctx: Context
+    change: Callable[[Branch], object], drafts: bool, ctx: Context
 ) -> None:
     def use() -> None:
         if branch.position == 7:
@@ -237,22 +233,12 @@ def test_a_function_cannot_change_the_branch_that_calls_it(
             assert again.generate(4).finish().tokens == branch.generate(4).finish().tokens
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda branch: branch.score(" and"),
-        lambda branch: branch.prune(),
-        lambda branch: branch.rewind(1),
-        lambda branch: branch.extend([5]),
-        lambda branch: branch.fork(),
-        lambda branch: branch.append(" and"),
-    ],
-)
+@pytest.mark.parametrize("use", [*CHANGES, *READS])
 def test_on_prompt_progress_cannot_use_the_branch_that_reads(
     use: Callable[[Branch], object], target: lb.Model
 ) -> None:
     tokens = [5 + i * 37 % 900 for i in range(100)]
-    with opened(target, n_ctx=256, n_seq_max=2, n_batch=32, exact=True) as ctx:
+    with opened(target, n_ctx=256, n_seq_max=2, n_batch=32) as ctx:
         branch = Branch.start(ctx, PROMPTS[0], sampling=SamplingParams(temperature=0))
         with pytest.raises(BranchStateError, match="the branch reads text") as caught:
             branch.append(tokens, on_prompt_progress=lambda progress: use(branch))
@@ -307,7 +293,7 @@ def test_a_function_may_add_and_abort_requests(ctx: Context) -> None:
 
 
 def test_a_function_may_close_the_context(target: lb.Model) -> None:
-    with opened(target, n_ctx=256, n_seq_max=4, exact=True) as ctx:
+    with opened(target, n_ctx=256, n_seq_max=4) as ctx:
         engine = Engine(ctx)
         engine.add_request(Request(PROMPTS[0], constraint=Wish(ctx.close)))
         engine.add_request(Request(PROMPTS[1]))
@@ -324,7 +310,7 @@ def test_a_result_is_not_exact_if_order_was_lost_while_the_text_was_generated(
     target: lb.Model,
 ) -> None:
     """A compaction has restored the order before the text ends."""
-    with opened(target, n_ctx=512, n_seq_max=8, prefix_cache=False, exact=True) as ctx:
+    with opened(target, n_ctx=512, n_seq_max=8, prefix_cache=False) as ctx:
         tokens = [5 + i * 37 % 900 for i in range(200)]
         guest = Branch.start(ctx, tokens)
         ctx.decode(tokens[:20], 0, seq_id=0)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_runs import check_alone, results_of, run
 
 import llamabranch as lb
 from llamabranch import Context, Request
 from llamabranch.run.job import Job, State
-from llamabranch.run.running import RunningText
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)
@@ -50,30 +48,3 @@ def test_a_paused_text_keeps_its_cells_until_others_need_them(
             events += engine.step()
     results = {event.id: event.result for event in events if event.result is not None}
     assert [results[each].tokens for each in (name, *names)] == [each.tokens for each in alone]
-
-
-def test_a_step_that_is_broken_off_loses_no_parked_text(
-    ctx: Context, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = [Request(STORY, id=name, max_tokens=12, sampling=WARM) for name in ("a", "b")]
-    with lb.Engine(ctx) as engine:
-        scheduler = engine.core.scheduler
-        engine.add_request(requests[0])
-        parked = job_of(engine, "a", 5)
-        scheduler.pause("a")
-        engine.step()
-        assert parked.state is State.PARKED
-        engine.add_request(requests[1])
-        running = job_of(engine, "b", 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(RunningText, "take", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                engine.step()
-        assert (parked.state, running.state) == (State.PARKED, State.WAITING)
-        assert ctx.n_seq_free == ctx.n_seq_max
-        scheduler.resume("a")
-        results = results_of(run(engine))
-    for request in requests:
-        check_alone(other_ctx, request, results[str(request.id)])
-    with pytest.raises(RuntimeError, match="cannot become RUNNING"):
-        running.become(State.RUNNING)  # it has ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -118,19 +118,6 @@ def test_core_decides_nearly_always_on_real_logits(
                         break
     assert n_rows >= 100
     assert n_undecided <= n_rows // 100
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("typical_p", 0.9), ("top_n_sigma", 1.0), ("xtc_probability", 0.5), ("repeat_penalty", 1.1),
-        ("dry_multiplier", 0.8), ("dynatemp_range", 0.2), ("min_keep", 2), ("temperature", 1e-35),
-    ],
-)  # fmt: skip
-def test_settings_the_core_does_not_know_go_to_llama_cpp(
-    target: lb.Model, name: str, value: Any
-) -> None:
-    assert Sampler(target, SamplingParams(**{name: value})).row_sampler is None
 
 
 def test_row_that_is_not_in_one_piece_is_copied(target: lb.Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,13 +9,7 @@ import pytest
 from llamabranch import Branch, Context, Model
 from llamabranch.errors import SequencesExhaustedError
 from llamabranch.generation.drafter import DraftLength, FixedLength, NullState
-from llamabranch.speculative import (
-    Draft,
-    Drafter,
-    DraftState,
-    ModelDrafter,
-    Text,
-)
+from llamabranch.speculative import Draft, Drafter, DraftState, ModelDrafter, Text
 from llamabranch.speculative.combined import ChainDrafter
 from llamabranch.speculative.copying import SuffixDrafter
 
@@ -27,66 +20,30 @@ def branch(ctx: Context) -> Iterator[Branch]:
         yield started
 
 
-class Refuses(FixedLength):
-    """A draft-length controller for which drafting never pays."""
-
-    def consider(self, drafter: str) -> bool:
-        return False
-
-
 def propose(line: DraftState, tokens: Sequence[int], k: int = 8) -> Draft:
     return line.propose(tokens, FixedLength(k), k)
 
 
-# -- any of them -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("drafter", "tokens", "k", "expected"),
+    ("tokens", "k", "expected"),
     [
-        (SuffixDrafter(), [20, 21, 30, 20, 21, 40, 41, 20, 21], 2, [40, 41]),  # the newest of two
-        (SuffixDrafter(), [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # after the longest suffix
-        (SuffixDrafter(), [1, 2, 3, 4, 3], 8, []),  # no evidence
-        (SuffixDrafter(), [1, 2, 3, 4, 3, 4], 1, [3]),
+        ([20, 21, 30, 20, 21, 40, 41, 20, 21], 2, [40, 41]),  # the newest of two
+        ([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, [50]),  # after the longest suffix
+        ([1, 2, 3, 4, 3], 8, []),  # no evidence
+        ([1, 2, 3, 4, 3, 4], 1, [3]),
         # a match of m tokens allows a draft of m
         *(
-            (
-                SuffixDrafter(),
-                [*range(100, 130), 0, *range(100, 100 + m)],
-                100,
-                list(range(100 + m, 100 + 2 * m)),
-            )
+            ([*range(100, 130), 0, *range(100, 100 + m)], 100, list(range(100 + m, 100 + 2 * m)))
             for m in (2, 3, 5)
         ),
     ],
 )
 def test_what_followed_the_same_tokens_is_proposed(
-    drafter: Drafter, tokens: list[int], k: int, expected: list[int], branch: Branch
+    tokens: list[int], k: int, expected: list[int], branch: Branch
 ) -> None:
-    draft = propose(drafter.start(branch.sequence, "seeded"), tokens, k)
+    draft = propose(SuffixDrafter().start(branch.sequence, "seeded"), tokens, k)
     assert (draft.tokens, draft.n_decodes) == (expected, 0)
     assert draft.seconds > 0
-
-
-def test_surprisal_takes_the_place_of_the_entropy(branch: Branch) -> None:
-    draft = propose(SuffixDrafter().start(branch.sequence, "seeded"), [1, 2, 3, 1, 2], k=3)
-    assert draft.entropies == pytest.approx([-math.log(m / (m + 1)) for m in (2, 3)])
-    state = SuffixDrafter(min_match=1).start(branch.sequence, "seeded")
-    tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
-    assert state.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
-    assert len(state.propose(tokens, FixedLength(4, 0.7), 4).tokens) == 1
-
-
-def test_limit_refusal_and_ends_hold(branch: Branch) -> None:
-    state = SuffixDrafter().start(branch.sequence, "seeded")
-    tokens = [2, 3, 4, 5] * 4
-    assert state.propose(tokens, FixedLength(8), 0).tokens == []
-    assert len(state.propose(tokens, FixedLength(8), 3).tokens) == 3
-    assert len(state.propose(tokens, FixedLength(2), 8).tokens) == 2
-    assert state.propose(tokens, Refuses(8), 8).tokens == []
-    end = min(branch.ctx.model.eog_tokens)
-    state = SuffixDrafter().start(branch.sequence, "seeded")
-    assert propose(state, [20, 21, 22, end, 30, 31, 20, 21, 22]).tokens == [end]
 
 
 # -- chain -----------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,26 +85,15 @@ def exact_law(ctx: Context, params: SamplingParams, depth: int) -> Law:
 
 
 @pytest.fixture(scope="module")
-def toy_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Context]]:
     folder = tmp_path_factory.mktemp("end_to_end")
-    write = partial(toys.write_llama, seed=3, n_layer=1, n_embd=32, n_ff=64)
-    draft = write(folder / "draft.gguf", drift=0.5)
-    return {
-        "target": write(folder / "target.gguf"),
-        "draft": draft,
-        "mamba": toys.write_mamba(folder / "mamba.gguf", seed=3, n_layer=1, n_embd=32),
-        "mamba draft": toys.write_mamba(
-            folder / "mamba-draft.gguf", seed=3, drift=0.5, n_layer=1, n_embd=32
-        ),
-    }
-
-
-@pytest.fixture(scope="module")
-def contexts(toy_files: dict[str, Path]) -> Iterator[dict[str, Context]]:
-    opened = {
-        name: Context(lb.Model(path), n_ctx=512, n_seq_max=16, n_threads=1)
-        for name, path in toy_files.items()
-    }
+    opened: dict[str, Context] = {}
+    for kind, more in (("llama", {"n_ff": 64}), ("mamba", {})):
+        for drift in (0.0, 0.5):
+            name = f"{kind} draft" if drift else kind
+            size: dict[str, Any] = {"n_layer": 1, "n_embd": 32, **more}
+            path = toys.write_toy(folder / f"{name}.gguf", kind, seed=3, drift=drift, **size)
+            opened[name] = Context(lb.Model(path), n_ctx=512, n_seq_max=16, n_threads=1)
     yield opened
     for ctx in opened.values():
         ctx.audit()
@@ -117,8 +105,8 @@ def contexts(toy_files: dict[str, Path]) -> Iterator[dict[str, Context]]:
 @pytest.fixture(scope="module")
 def laws(contexts: dict[str, Context]) -> dict[str, Law]:
     return {
-        "cut": exact_law(contexts["target"], CUT, DEPTH),
-        "open": exact_law(contexts["target"], OPEN, 3),
+        "cut": exact_law(contexts["llama"], CUT, DEPTH),
+        "open": exact_law(contexts["llama"], OPEN, 3),
         "mamba": exact_law(contexts["mamba"], CUT, DEPTH),
     }
 
@@ -154,51 +142,43 @@ def said(
 Make = Callable[[dict[str, Context]], lb.Drafter]
 OWN = SamplingParams(temperature=1.4, top_k=5, top_p=1.0, min_p=0.0)
 DRAFTERS: dict[str, Make] = {
-    "model": lambda c: lb.ModelDrafter(c["draft"]),
-    "own settings": lambda c: lb.ModelDrafter(c["draft"], OWN),
+    "model": lambda c: lb.ModelDrafter(c["llama draft"]),
+    "own settings": lambda c: lb.ModelDrafter(c["llama draft"], OWN),
     "chain": lambda c: lb.ChainDrafter(
-        [lb.SuffixDrafter(min_match=1), lb.ModelDrafter(c["draft"])]
+        [lb.SuffixDrafter(min_match=1), lb.ModelDrafter(c["llama draft"])]
     ),
+    "mamba": lambda c: lb.ModelDrafter(c["mamba draft"]),
 }
-
-
-LOOPS = [
-    *((rule, "model") for rule in ("token", "block", "seeded")),
-    *((rule, "own settings") for rule in ("token", "block")),
-    ("token", "chain"),
+# The rule, the drafter, the law, and more for ``said``.
+LOOPS: list[tuple[str, str, str, dict[str, Any]]] = [
+    *((rule, "model", "cut", {}) for rule in ("token", "block", "seeded")),
+    ("block", "mamba", "mamba", {"n": 600}),  # recurrent memory
+    *((rule, "own settings", "cut", {}) for rule in ("token", "block")),
+    *((rule, "model", "open", {"depth": 3}) for rule in ("token", "block")),  # and ends
+    ("token", "chain", "cut", {}),
+    ("token", "model", "cut", {"entropy_stop": 1.2}),  # a draft that stops before a draw
 ]
 
 
-@pytest.mark.parametrize(("rule", "who"), LOOPS)
+@pytest.mark.parametrize(("rule", "who", "which", "more"), LOOPS)
 def test_first_tokens_have_the_models_own_probabilities(
-    rule: str, who: str, contexts: dict[str, Context], laws: dict[str, Law]
+    rule: str,
+    who: str,
+    which: str,
+    more: dict[str, Any],
+    contexts: dict[str, Context],
+    laws: dict[str, Law],
 ) -> None:
-    texts, stats = said(contexts["target"], DRAFTERS[who](contexts), rule, CUT)
-    assert worst(texts, laws["cut"]) < LIMIT
-    assert stats.num_drafts > N
+    params = OPEN if which == "open" else CUT
+    target = contexts["mamba" if which == "mamba" else "llama"]
+    texts, stats = said(target, DRAFTERS[who](contexts), rule, params, **more)
+    assert worst(texts, laws[which]) < LIMIT
     assert 0.05 < stats.draft_acceptance_rate < 0.95  # some tokens were accepted, and some rejected
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_whole_vocabulary_and_ends_have_their_probabilities(
-    rule: str, contexts: dict[str, Context], laws: dict[str, Law]
-) -> None:
-    texts, _ = said(contexts["target"], lb.ModelDrafter(contexts["draft"]), rule, OPEN, depth=3)
-    assert worst(texts, laws["open"]) < LIMIT
-    assert any(text[-1] == END for text in texts)
-
-
-def test_recurrent_memory_and_drafts_that_stop_before_a_draw_are_lossless(
-    contexts: dict[str, Context], laws: dict[str, Law]
-) -> None:
-    drafter = lb.ModelDrafter(contexts["mamba draft"])
-    texts, stats = said(contexts["mamba"], drafter, "block", CUT, n=600)
-    assert worst(texts, laws["mamba"]) < LIMIT
-    assert stats.num_accepted_tokens > 0
-    drafter = lb.ModelDrafter(contexts["draft"])
-    texts, stats = said(contexts["target"], drafter, "token", CUT, entropy_stop=1.2)
-    assert worst(texts, laws["cut"]) < LIMIT
-    assert stats.stop_reasons["entropy"] > N / 10
+    if "entropy_stop" in more:
+        assert stats.stop_reasons["entropy"] > N / 10
+    else:
+        assert stats.num_drafts > len(texts)
+    assert which != "open" or any(text[-1] == END for text in texts)
 
 
 # -- wrong loops: the same statistic must see them ---------------------------------------------------
@@ -239,6 +219,6 @@ def test_statistic_sees_a_biased_drafter(
     contexts: dict[str, Context],
     laws: dict[str, Law],
 ) -> None:
-    drafter = Tampering(contexts["draft"], change)
-    texts, _ = said(contexts["target"], drafter, rule, CUT)
+    drafter = Tampering(contexts["llama draft"], change)
+    texts, _ = said(contexts["llama"], drafter, rule, CUT)
     assert worst(texts, laws["cut"]) > 1.25 * LIMIT

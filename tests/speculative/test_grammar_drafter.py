@@ -26,7 +26,6 @@ from llamabranch import (
     Speculator,
     SuffixDrafter,
 )
-from llamabranch.generation.drafter import FixedLength
 from llamabranch.speculative.combined import DrafterChoice
 
 SCHEMA = {
@@ -119,23 +118,6 @@ def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
     assert set(generation.stats.target_decodes_by_n) == {1}
 
 
-def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
-    """The prompt has the same record, so the draft continues through keys and values."""
-    record = '{"name_of_the_hero": "Gerda", "kind": "a wolf", "is_brave": true, "age": 12}'
-    state = GrammarDrafter(SuffixDrafter(min_match=1)).start
-    with Branch.start(ctx, f"{record}\n{record}\n", grammar=JSON) as branch:
-        first = branch.ctx.model.tokenize('{"', add_special=False)[:1]
-        draft = state(branch.sequence, "seeded").propose(
-            [*branch.tokens, *first], FixedLength(64), 40
-        )
-    text = ctx.model.detokenize([*first, *draft.tokens])
-    assert record.startswith(text)
-    assert len(text) > 40
-    assert True in draft.forced
-    assert False in draft.forced
-    assert len(draft.forced) == len(draft.tokens)
-
-
 @pytest.mark.parametrize("drafter", ["auto", None])
 def test_engine_drafts_for_each_request_what_its_own_grammar_forces(
     drafter: DrafterChoice, ctx: Context
@@ -152,18 +134,3 @@ def test_engine_drafts_for_each_request_what_its_own_grammar_forces(
             assert result.parsed_or(None) == (grammar.parse(result.text) if done else None)  # type: ignore[union-attr]
         free, json = (result.stats.num_forced_tokens for result in results[:2])
         assert (free == 0 and (json > 0) == (drafter == "auto")) or config is not LONG
-
-
-def test_state_is_kept_for_forks_and_after_rewinds_and_added_text(ctx: Context) -> None:
-    params = SETTINGS["seeded"]
-    expected = plain(ctx, JSON, params)
-    speculator = Speculator(ctx, GrammarDrafter.copying(), LONG)
-    with Branch.start(ctx, PROMPT, sampling=params, grammar=JSON) as branch:
-        begun = speculator.generate(branch, max_tokens=9).finish().tokens
-        with branch.fork() as child:
-            assert begun + speculator.generate(child).finish().tokens == expected
-        branch.rewind(branch.position - 4)
-        assert begun[:-4] + speculator.generate(branch).finish().tokens == expected
-        branch.append("\nThe next one as JSON: ")
-        for line in (branch.fork(), branch):
-            assert speculator.generate(line, max_tokens=60).finish().stats.num_forced_tokens > 15

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llamabranch.speculative.copying import Match, Occurrence, TokenIndex, doubling
+from llamabranch.speculative.copying import Match, TokenIndex, doubling
 
 FEW = (0, 1, 1 << 8)  # the bytes of a 0 are there between a 1 and a 256, too
 
@@ -24,38 +24,31 @@ def common_suffix(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-def brute_longest(
-    sequences: Sequence[Sequence[int]], tokens: Sequence[int], shortest: int, longest: int
-) -> tuple[int, set[tuple[int, int]]]:
-    """Return the longest match and where it is followed: (which sequence, position)."""
-    best = 0
-    places: set[tuple[int, int]] = set()
-    for s, sequence in enumerate(sequences):
-        for position in range(1, len(sequence)):
-            m = min(common_suffix(sequence[:position], tokens), longest)
-            if m >= shortest and m >= best:
-                places = {*places, (s, position)} if m == best else {(s, position)}
-                best = m
-    return best, places
+def brute_longest(tokens: Sequence[int], shortest: int, longest: int) -> tuple[int, list[int]]:
+    """Return the longest match and where it is followed, the newest place first."""
+    lengths = {n: min(common_suffix(tokens[:n], tokens), longest) for n in range(1, len(tokens))}
+    best = max(lengths.values(), default=0)
+    if best < shortest:
+        return 0, []
+    return best, [n for n in sorted(lengths, reverse=True) if lengths[n] == best]
 
 
 def assert_same(index: TokenIndex, tokens: list[int], shortest: int, longest: int) -> None:
     assert list(index.tokens) == tokens
-    best, places = brute_longest([tokens], tokens, shortest, longest)
+    best, places = brute_longest(tokens, shortest, longest)
     match = index.longest(1000)
     if not best:
         assert match is None
         return
     assert match is not None
     assert match.length == best
-    newest_first = sorted((position for _, position in places), reverse=True)
-    assert [place.position for place in match.places] == newest_first
+    assert match.places == places
     few = index.longest(2)  # the newest place after the longest indexed n-gram
     assert few is not None
     assert shortest <= few.length <= best
     assert 1 <= len(few.places) <= 2
     if few.length == best:
-        assert {place.position for place in few.places} <= set(newest_first)
+        assert {*few.places} <= {*places}
 
 
 # -- one text --------------------------------------------------------------------------------------
@@ -112,7 +105,7 @@ def test_what_follows_is_guessed(
 
 def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     tokens = [9, 1, 2]
-    match = Match(1, [Occurrence(tokens, 1)])
+    match = Match(1, [1])
     reach = [1 / 2, 1 / 2 * 2 / 3]
     assert match.follow(tokens, 9, reach[0]).tokens == [1]
     assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]

@@ -95,6 +95,7 @@ class Garden:
         ("suffix", None),
         ("chain", 'root ::= ("yes " | "no " | "maybe "){99}'),
         ("own settings", None),
+        ("grammar", 'root ::= ("a longer phrase. " | "another one. "){99}'),
     ],
 )
 def test_memory_is_that_of_a_fresh_prefill_after_any_work(

@@ -230,14 +230,6 @@ class Node:
             src="".join(self.src[cut]), top=self.top[cut],
         )  # fmt: skip
 
-    def summary(self) -> dict[str, object]:
-        """Return the mean log-probability and entropy of its own tokens, for its row in the tree."""
-        lp, h = ([x for x in column if x is not None] for column in (self.lp, self.h))
-        return {
-            "lp": round(sum(lp) / len(lp), 2) if lp else None,
-            "h": round(sum(h) / len(h), 2) if h else None, "known": len(lp),
-        }  # fmt: skip
-
 
 @dataclass(slots=True)
 class Action:
@@ -412,8 +404,12 @@ class Document:
         return {"undo": len(self.done), "redo": len(self.undone)}
 
     def node_fields(self, node: Node) -> dict[str, object]:
-        """Return everything about a node but its tokens; ``flags`` are the bits of FLAGS in store.js."""
+        """Return everything about a node but its tokens.
+
+        ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` the means of its own tokens.
+        """
         record, ended = node.made, node.ended
+        lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))
         marks = node.deleted, record.seam, node.rounds, node.bookmark, node.note
         return {
             "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
@@ -424,8 +420,8 @@ class Document:
             "json_schema": record.json_schema,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
-            "turns": turn_columns(record.turns),
-            **node.summary(),
+            "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
+            "h": round(sum(h) / len(h), 2) if h else None, "known": len(lp),
         }  # fmt: skip
 
     def listed(self) -> dict[str, list[object]]:

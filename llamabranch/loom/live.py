@@ -203,12 +203,11 @@ class Live:
         before = self.journal.error
         if self.journal.write():
             await asyncio.to_thread(self.journal.sync)
-        if self.journal.error is not None:
+        if before != self.journal.error:
             self.emit("set", {"file": self.file})
+        if self.journal.error is not None:
             message = f"{self.journal.error}; nothing is lost: the page tries again"
             raise HttpError(507, message, kind="disk_error")
-        if before is not None:
-            self.emit("set", {"file": self.file})
 
     @property
     def file(self) -> dict[str, object]:

@@ -25,6 +25,7 @@ from .document import (
     Head,
     Kept,
     Made,
+    Mode,
     Node,
     Record,
     Seed,
@@ -36,7 +37,7 @@ from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
 from .turns import chat_fields, thinking_at
 
-__all__ = ["BarFields", "Do", "Loom", "text_grammar"]
+__all__ = ["Do", "Loom", "text_grammar"]
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
@@ -52,6 +53,13 @@ class TextSettings(Struct, kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
+
+
+class BarFields(TextSettings, kw_only=True, omit_defaults=True):
+    """The settings of the bar beside Continue."""
+
+    n: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Do(TextSettings, kw_only=True):
@@ -76,14 +84,7 @@ class Do(TextSettings, kw_only=True):
     note: str | None = None
     current: bool = False
     draft: Annotated[int, Meta(ge=1, le=256)] | None = None
-    set: dict[str, object] = {}
-
-
-class BarFields(TextSettings, kw_only=True, omit_defaults=True):
-    """The settings of the bar beside Continue."""
-
-    n: Annotated[int, Meta(ge=1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    set: dict[Mode, BarFields] = {}
 
 
 async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
@@ -176,6 +177,12 @@ class Loom(Live):
         if node is None or node.hidden:
             raise HttpError(404, f"there is no node {str(name)[:40]!r}", param="node")
         return node
+
+    def check_count(self, n: int) -> None:
+        """Raise HttpError if one request may not ask for so many texts."""
+        most = self.service.settings.max_choices
+        if n > most:
+            raise HttpError(400, f"n must be 1 to {most}", param="n")
 
     def check_writable(self) -> None:
         """Raise HttpError if the document is read-only."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 
 from ..serve.errors import HttpError
-from .document import Bar, Change, Document, Made, Mode, Node, Record, Tokens, Turn, Undo, decoded
+from .document import Bar, Change, Document, Made, Node, Record, Tokens, Turn, Undo, decoded
 from .live import PageJob
-from .loom import BarFields, Do, Loom, text_grammar
+from .loom import Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, dates_for, messages_of, write
 
 __all__ = ["Operations"]
@@ -199,18 +199,12 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Keep the settings of texts or of chats. Invalid ones are refused."""
-    try:
-        bars = msgspec.convert(do.set, dict[Mode, BarFields])
-    except msgspec.ValidationError as error:
-        raise HttpError(400, f"settings: {error}", param="set") from None
-    for bar in bars.values():
+    for bar in do.set.values():
         do.sampling = bar.sampling
         loom.params(loom.made(do, 0, "sampled", 0))
-        most = loom.service.settings.max_choices
-        if (bar.n or 1) > most:
-            raise HttpError(400, f"n must be 1 to {most}", param="n")
+        loom.check_count(bar.n or 1)
         await text_grammar(bar)
-    for mode, bar in bars.items():
+    for mode, bar in do.set.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
     loom.emit("set", {"bars": loom.document.bars})
     return {"bars": loom.document.bars}
@@ -222,9 +216,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
             raise HttpError(409, "only an interrupted text can be resumed", param="node")
         most = node.made.max_tokens or do.max_tokens
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
-    most = loom.service.settings.max_choices
-    if do.n > most:
-        raise HttpError(400, f"n must be 1 to {most}", param="n")
+    loom.check_count(do.n)
     records = [loom.made(do, i, "sampled", at) for i in range(do.n)]
     await loom.request(Node(records[0], node), do.max_tokens)
     return _begin(loom, do, loom.make(records, do.cid), do.max_tokens)

@@ -225,20 +225,17 @@ def test_source_that_fails_loses_no_result(ctx: Context, other_ctx: Context) -> 
 # -- the prefix cache ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafts", [False, True])
 def test_turn_of_a_chat_reads_only_what_is_new(
-    drafts: bool, target: lb.Model, draft: lb.Model, other_ctx: Context
+    target: lb.Model, draft: lb.Model, other_ctx: Context
 ) -> None:
     """The draft model reads only what is new, too, beside another text with the same beginning."""
+    options: Any = {"n_ctx": 1024, "n_seq_max": 3, "n_threads": 1, "exact": True}
     with (
-        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True, exact=True) as ctx,
-        Context(
-            draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True, exact=True
-        ) as draft_ctx,
+        Context(target, prefix_cache=True, **options) as ctx,
+        Context(draft, prefix_cache=True, **options) as draft_ctx,
         counting(draft_ctx) as n_read,
     ):
-        drafter = lb.ModelDrafter(draft_ctx) if drafts else None
-        engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=2))
+        engine = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=2))
         history = ctx.tokenize("Once upon a time there was a king who had a daughter." * 4)
         distinct, n_prompts = len(history), 0
         for turn in range(8):
@@ -246,21 +243,21 @@ def test_turn_of_a_chat_reads_only_what_is_new(
             history += new
             distinct += len(new)
             n_prompts += len(history)
-            request = Request(history, max_tokens=12, sampling=WARM)
-            beside = [Request(history[: 20 + turn], max_tokens=5, sampling=WARM)] if drafts else []
-            result, *_ = results = engine.generate([request, *beside])
-            for asked, found in zip([request, *beside], results, strict=True):
-                check_alone(other_ctx, asked, found)
-            if turn and not drafts:  # the answer's last token was never decoded
+            requests = [
+                Request(history, max_tokens=12, sampling=WARM),
+                Request(history[: 20 + turn], max_tokens=5, sampling=WARM),
+            ]
+            result, beside = engine.generate(requests)
+            check_alone(other_ctx, requests[0], result)
+            check_alone(other_ctx, requests[1], beside)
+            if turn:  # the answer's last token was never decoded
                 assert result.num_cached_tokens == len(history) - len(new) - 1
             history += result.tokens
-        if drafts:
-            # Every text is read once. A round reads the tokens that were not drafted, and drafts two.
-            assert sum(n_read) < len(history) + 8 * (12 + 5) * 4 < n_prompts
-            assert draft_ctx.prefix_cache is not None and draft_ctx.prefix_cache.n_hits >= 7
-            assert draft_ctx.usage().cells_used == 0
-        else:
-            assert engine.stats.prompt_tokens <= 1.05 * distinct + 9
+        # Every text is read once. A round reads the tokens that were not drafted, and drafts two.
+        assert engine.stats.prompt_tokens <= 1.05 * distinct + 9
+        assert sum(n_read) < len(history) + 8 * (12 + 5) * 4 < n_prompts
+        assert draft_ctx.prefix_cache is not None and draft_ctx.prefix_cache.n_hits >= 7
+        assert draft_ctx.usage().cells_used == 0
         assert_clean(ctx)
 
 

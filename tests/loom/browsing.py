@@ -47,6 +47,11 @@ CONTRAST = """([selector]) => {
     return [element.className, ratio, paper];
   });
 }"""
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
+    "\u202eright to left\u202c", "\x1b[31mred\x1b[0m", "\x00nul",
+    "]]> --> <!-- ${window.hacked = 1} {{7*7}}", "العربية हिन्दी 👩‍👩‍👧 \u2028 line",
+]  # fmt: skip
 PATIENCE_MS = float(os.environ.get("PATIENCE_MS", 60_000))  # the machine may be busy
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
+    HOSTILE,
     asked,
     begin,
     chosen_token,
@@ -305,15 +306,6 @@ def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
 
 # -- exported files and hostile text ---------------------------------------------------------------
 
-HOSTILE = [
-    "</script><script>window.hacked = 1</script>",
-    "<img src=x onerror='window.hacked = 1'>",
-    "\u202eright to left\u202c",
-    "\x1b[31mred\x1b[0m",
-    "\x00nul",
-    "]]> --> <!-- ${window.hacked = 1} {{7*7}}",
-    "العربية हिन्दी 👩‍👩‍👧 \u2028 line",
-]
 PILE = "a" + "\u0301" * 10_000  # more than the model reads: it can only be imported
 
 
@@ -328,7 +320,6 @@ def test_exported_file_works_from_disk_without_a_request(
     text = "".join(written(page))
     n_rows = page.locator(ROWS).count()
     file = exported(page, tmp_path)
-    assert imported(page, file.read_text("utf-8")) >= 4
     with from_disk(chromium, file) as page:
         assert "".join(tokens(page)) == text
         assert page.locator(ROWS).count() == n_rows
@@ -355,9 +346,8 @@ def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(
         n_tokens = len(tokens(page))
         assert n_tokens > 8
         assert page.locator("#text [data-lp]").count() == n_tokens - 1
-        for i, text in enumerate(HOSTILE):
-            body = json.dumps({"op": "type", "cid": f"hostile {i}", "text": text})
-            assert "node" in asked(page, "/loom/do", body), text
+        for text in HOSTILE:
+            assert "node" in do(page, "type", text=text), text
         imported(page, PILE)
         page.locator("[role=treeitem]", has_text="marks]").wait_for()
         check_hostile(page)

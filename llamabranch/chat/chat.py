@@ -157,19 +157,17 @@ class Chat:
             ConfigError: an unknown option or a bad value; nothing is changed.
         """
         with self.held():
-            before = self.sampling, self.options
             if changes.get("seed", 0) in (None, -1):
                 changes["seed"] = random_seed()
             base = changes.pop("sampling", None) or self.sampling
             settings = {k: v for k, v in changes.items() if k in SamplingSettings.__annotations__}
             others = {k: v for k, v in changes.items() if k not in settings}
-            self.sampling = settings_of(base, **settings)
-            self.options = cast(ChatOptions, {**self.options, **others})
-            try:
-                self._plan(self.system, [Exchange(None, "x")])
-            except BaseException:
-                self.sampling, self.options = before
-                raise
+            sampling = settings_of(base, **settings)
+            options = cast(ChatOptions, {**self.options, **others})
+            plan_chat(
+                self.ctx, messages_of(self.system, [Exchange(None, "x")]), sampling, **options
+            )
+            self.sampling, self.options = sampling, options
 
     @property
     def n_cut(self) -> int:
@@ -256,12 +254,10 @@ class Chat:
     def _exchange(self, n: int) -> Exchange:
         exchanges, n = self.exchanges, whole("the number of a message", n)
         if not 1 <= n <= len(exchanges):
-            raise UsageError(
-                f"there is no message {n}" if exchanges else "there is no message yet",
-                hint=f"messages are numbered from 1 to {len(exchanges)}"
-                if exchanges
-                else "send one first",
-            )
+            if exchanges:
+                hint = f"messages are numbered from 1 to {len(exchanges)}"
+                raise UsageError(f"there is no message {n}", hint=hint)
+            raise UsageError("there is no message yet", hint="send one first")
         return exchanges[n - 1]
 
     def _begin(self, number: int, question: Exchange) -> Answer:

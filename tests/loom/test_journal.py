@@ -92,7 +92,7 @@ def test_any_actions_are_undone_and_redone_after_a_restart_and_done_once(tmp_pat
     chance, bodies = random.Random(5), list[dict[str, Any]]()
     with Paged(tmp_path) as page:
         for i in range(40):
-            names = page.nodes()
+            names: list[Any] = page.nodes()
             on = {"cid": f"action {i}", "node": chance.choice(names or [None])}
             ways: list[dict[str, Any]] = [{"op": "type", "text": START, **on}]
             if names:

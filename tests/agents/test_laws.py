@@ -187,29 +187,6 @@ KEPT = {
 }
 
 
-def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path) -> None:
-    """Some templates leave thoughts out of earlier answers."""
-    template = SHAPES["tags around JSON"].replace(
-        "{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}"
-    )
-    with (
-        lb.Model(shaped, chat_template=template) as model,
-        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1) as ctx,
-    ):
-        turns = Agent(ctx).turns
-        before: list[dict[str, object]] = [
-            {"role": "user", "content": "Think."},
-            {"role": "assistant", "content": "Done.", "reasoning_content": "hm"},
-        ]
-        own = [
-            *turns.prompt(before[:1]),
-            *model.tokenize("<mull>\nhm\n</mull>\n\nDone.", add_special=False),
-        ]
-        new = [{"role": "user", "content": "And now?"}]
-        prompt = turns.following(own, before, new, is_turn=False)
-        assert prompt == turns.prompt([*before, *new]) and prompt[: len(own)] != own
-
-
 def nodes_of_trie(texts: Sequence[Sequence[int]]) -> int:
     ordered, n = sorted(map(list, texts)), 0
     for before, text in zip([[], *ordered], ordered, strict=False):

@@ -25,38 +25,29 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], timeout=TIMEOUT_S, check=False, **streams)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full and descriptors of POSIX"
+)
 @pytest.mark.parametrize(
-    "arguments",
-    ["models", "models --json", "--help", "speculate -n 4", "speculate -n 4 --json",
-     "generate -n 4 -p king"],
+    ("arguments", "closed", "code", "message"),
+    [("speculate - -n 4", 0, 2, "standard input is closed"),
+     *((name, 1, 1, "standard output is closed") for name in ("models", "models --json")),
+     *((name, None, 1, "cannot write to standard output: No space left on device") for name in (
+         "models", "models --json", "--help", "speculate -n 4", "speculate -n 4 --json",
+         "generate -n 4 -p king"))],
 )  # fmt: skip
-def test_full_standard_output_is_an_error_in_one_line(arguments: str) -> None:
+def test_closed_and_full_streams_are_an_error_in_one_line(
+    arguments: str, closed: int | None, code: int, message: str
+) -> None:
     model = MODEL if "-n" in arguments else ()
     with open("/dev/full", "w", encoding="utf-8") as full:
-        done = run(*arguments.split(), *model, stdout=full)
-    assert done.returncode == 1, done.stderr
-    first, *rest = done.stderr.splitlines()
-    assert first == "error: cannot write to standard output: No space left on device"
-    assert all(line.startswith("hint: ") for line in rest)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="closes descriptors as POSIX has them")
-@pytest.mark.parametrize(
-    ("arguments", "number", "code", "message"),
-    [
-        ("speculate - -n 4", 0, 2, "standard input is closed"),
-        ("models", 1, 1, "standard output is closed"),
-        ("models --json", 1, 1, "standard output is closed"),
-    ],
-)
-def test_closed_stream_is_an_error_in_one_line(
-    arguments: str, number: int, code: int, message: str
-) -> None:
-    done = run(*arguments.split(), preexec_fn=lambda: os.close(number), stdout=None)
+        closes = None if closed is None else lambda: os.close(closed)
+        stdout = full if closed is None else None
+        done = run(*arguments.split(), *model, preexec_fn=closes, stdout=stdout)
     assert done.returncode == code, done.stderr
-    first, hint = done.stderr.splitlines()
-    assert first == f"error: {message}" and hint.startswith("hint: ")
+    first, *rest = done.stderr.splitlines()
+    assert first == f"error: {message}"
+    assert all(line.startswith("hint: ") for line in rest) and (rest or closed is None)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="closes descriptors as POSIX has them")

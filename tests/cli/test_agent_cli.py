@@ -45,36 +45,27 @@ def tools(tmp_path: Path) -> Path:
 def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
     model: Path, tools: Path
 ) -> None:
-    result = run("agent", "-m", model, "--tools", tools, "-t", "1", "two: go")
+    arguments = ("agent", "-m", model, "--tools", tools, "-t", "1")
+    result = run(*arguments, "two: go")
     assert result.exit_code == 0, result.output
     assert result.stdout == "Both are here.\n"
-    assert 'add {"a": 1, "b": 2}' in result.stderr and "name {}" in result.stderr
-    assert "  3\n" in result.stderr and "  Ida\n" in result.stderr
-    piped = run("agent", "-m", model, "--tools", tools, "-t", "1", stdin="one: go\n")
-    assert piped.stdout == "It is three.\n"
-    same = run("agent", "-m", model, "--tools", tools, "-t", "1", "-", stdin="one: go")
-    assert same.stdout == piped.stdout
-
-
-def test_json(model: Path, tools: Path) -> None:
-    arguments = ["agent", "-m", model, "--tools", tools, "-t", "1", "-s", "3"]
-    report = answer(*arguments, "-sys", "Help.", "one:", "go")
+    for step in ('add {"a": 1, "b": 2}', "name {}", "  3\n", "  Ida\n"):
+        assert step in result.stderr
+    for more in ((), ("-",)):
+        assert run(*arguments, *more, stdin="one: go\n").stdout == "It is three.\n"
+    report = answer(*arguments, "-s", "3", "-sys", "Help.", "one:", "go")
     assert report["text"] == "It is three." and report["finish_reason"] == "stop"
-    assert report["seed"] == 3
+    assert report["seed"] == 3 and report["stats"]["generated"] == 2
     assert report["calls"] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
     assert report["messages"][:2] == [
         {"role": "system", "content": "Help."}, {"role": "user", "content": "one: go"},
     ]  # fmt: skip
-    assert report["stats"]["generated"] == 2
 
 
-def test_what_a_function_prints_is_no_answer(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "tools.py"
-    path.write_text(
-        "print('noise 1')\ndef add(a: int, b: int) -> int:\n    print('noise 2')\n    return a + b\n",
-        encoding="utf-8",
-    )
-    arguments = ["agent", "-m", model, "--tools", path, "-t", "1", "one: go"]
+def test_what_a_function_prints_is_no_answer(model: Path, tools: Path) -> None:
+    noisy = TOOLS.replace("def add", "print('noise 1')\n\ndef add")
+    tools.write_text(noisy.replace("    return a", "    print('noise 2')\n    return a"))
+    arguments = ["agent", "-m", model, "--tools", tools, "-t", "1", "one: go"]
     result = run(*arguments)
     assert result.stdout == "It is three.\n"
     assert "noise 1" in result.stderr and "noise 2" in result.stderr
@@ -111,18 +102,15 @@ def test_files_of_functions_that_are_refused(
     assert result.exit_code == 2 and message in " ".join(result.stderr.split())
 
 
-def test_no_task_no_template_and_a_function_that_raises(model: Path, tmp_path: Path) -> None:
-    result = run("agent", "-m", model, stdin="")
-    assert result.exit_code == 2 and "no task was given" in result.stderr
-    result = run("agent", "-m", "tale-target", "Tell a tale.")
-    assert result.exit_code == 1 and "no chat template" in result.stderr
-    path = tmp_path / "tools.py"
-    path.write_text(
-        'def add(a: int, b: int) -> int:\n    "Add."\n    return a / 0\n', encoding="utf-8"
-    )
-    result = run("agent", "-m", model, "--tools", path, "one: go", "--json")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "add raised ZeroDivisionError" in result.stderr
+def test_no_task_no_template_and_a_function_that_raises(model: Path, tools: Path) -> None:
+    tools.write_text('def add(a: int, b: int) -> int:\n    "Add."\n    return a / 0\n')
+    for arguments, code, message in (
+        (("-m", model), 2, "no task was given"),
+        (("-m", "tale-target", "Tell a tale."), 1, "no chat template"),
+        (("-m", model, "--tools", tools, "one: go", "--json"), 1, "add raised ZeroDivisionError"),
+    ):
+        result = run("agent", *arguments, stdin="")
+        assert (result.exit_code, result.stdout) == (code, "") and message in result.stderr
 
 
 def test_ctrl_c_ends_cleanly(model: Path, tmp_path: Path) -> None:

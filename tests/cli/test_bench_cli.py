@@ -22,19 +22,13 @@ SMALL = ("--lengths", "40,8,6000", "-n", "6", "-r", "1", "-t", "1")
 SET = ("-ctk", "f16", "-fa", "on", "-S", "exact=false")
 
 
-# -- the command -----------------------------------------------------------------------------------
-
-
-def test_bench_prints_a_table_the_machine_and_the_fastest_setting() -> None:
-    result = commands.run("bench", *SMALL, "-ctk", "f16")
+def test_bench_measures_each_setting_and_length_that_fits_and_names_flags_that_work() -> None:
+    result, machine = commands.run("bench", *SMALL, "-ctk", "f16"), Machine.now()
     assert result.exit_code == 0, result.stderr
-    out, machine = result.stdout, Machine.now()
     for label in ("with drafts", "\n-fa 1  ", "\n-fa 0  ", "\nfastest here: "):
-        assert label in out
-    assert f"processor {' '.join(machine.processor.split())}" in " ".join(out.split())
-
-
-def test_json_has_each_setting_and_length_that_fits_and_flags_that_work() -> None:
+        assert label in result.stdout
+    processor = f"processor {' '.join(machine.processor.split())}"
+    assert processor in " ".join(result.stdout.split())
     answer = commands.answer("bench", *SMALL, "-r", "2", "-ctk", "f16")
     assert set(answer) == {
         *("model", "drafters", "machine", "interrupted", "tokens_a_second", "fastest")
@@ -49,29 +43,15 @@ def test_json_has_each_setting_and_length_that_fits_and_flags_that_work() -> Non
     assert again.exit_code == 0, again.stderr
 
 
-def test_what_is_set_is_not_varied_and_without_drafts_there_is_nothing_to_choose() -> None:
+def test_what_is_set_is_not_varied_and_any_drafter_or_memory_is_measured(tmp_path: Path) -> None:
     answer = commands.answer("bench", *SMALL, *SET, "-md", "none")
     ((name, speeds),) = answer["tokens_a_second"].items()
-    assert speeds["drafted"] == {} and "-md" not in answer["fastest"]
-    assert name == "as set"
-
-
-def test_other_drafters_and_memories_are_measured_too(tmp_path: Path) -> None:
-    answer = commands.answer("bench", *SMALL, *SET, "--draft", "suffix+tale-draft")
-    assert answer["drafters"] == ["suffix", "tale-draft"]
+    assert speeds["drafted"] == {} and "-md" not in answer["fastest"] and name == "as set"
     path = str(write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes"))
-    answer = commands.answer("bench", *SMALL, *SET, "--target", path, "--draft", path)
-    assert all(speeds["drafted"] for speeds in answer["tokens_a_second"].values())
-
-
-# -- errors and interruption -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lengths", ["", "1,8", "many", "6000"])
-def test_lengths_that_cannot_be_measured_are_an_error(lengths: str) -> None:
-    result = commands.run("bench", "--lengths", lengths, "-m", "tale-target")
-    assert result.exit_code in (1, 2) and result.stdout == ""
-    assert "--lengths" in result.stderr
+    for more in (("--draft", "suffix+tale-draft"), ("--target", path, "--draft", path)):
+        answer = commands.answer("bench", *SMALL, *SET, *more)
+        assert answer["drafters"] == more[-1].split("+")
+        assert all(speeds["drafted"] for speeds in answer["tokens_a_second"].values())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
@@ -98,9 +78,6 @@ def test_a_stopped_run_adds_nothing(ctx: lb.Context) -> None:
         measure(ctx, None, tokens, [4, 8], 6, sampling, speeds, lambda: True)
     assert [len(rates) for rates in speeds.read.values()] == [1, 1]
     assert ctx.usage().cells_used == 0
-
-
-# -- the fastest -----------------------------------------------------------------------------------
 
 
 def test_the_fastest_reads_and_generates_best_over_all_lengths_with_drafts_only_if_they_pay() -> (

@@ -137,6 +137,14 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say("/undo", r"taken back: And then\?")
         chat.say("/what", "there is no command /what")
         chat.say("/help", "End the program")
+        if "GNU" in (readline.__doc__ or ""):  # pasted lines are one message
+            chat.ready()
+            chat.paste("first\rsecond\rthird")
+            chat.type("\r")
+            chat.until("has reached max_tokens")
+            chat.say(f"/save {tmp_path}/pasted", "saved in")
+            exchanges = saved_in(tmp_path / "pasted")["exchanges"]
+            assert "first\nsecond\nthird" in [message["user"] for message in exchanges]
         chat.ready()
         chat.type("/quit\r")
     assert saved_in(tmp_path / "kept")["sampling"]["temperature"] == 0.5
@@ -153,20 +161,6 @@ def test_ctrl_c_ends_an_answer_and_not_the_program() -> None:
         assert tree.count("One day > ") == 2
         chat.ready()
         chat.type("\x04")
-
-
-@pytest.mark.skipif("GNU" not in (readline.__doc__ or ""), reason="it is not GNU readline")
-def test_lines_that_are_pasted_are_one_message(tmp_path: Path) -> None:
-    with terminal(*OPTIONS, "-n", "3") as chat:
-        chat.ready()
-        chat.paste("first\rsecond\rthird")
-        chat.type("\r")
-        chat.until("has reached max_tokens")
-        chat.say(f"/save {tmp_path}/kept", "saved in")
-        chat.ready()
-        chat.type("\x04")
-    (message,) = saved_in(tmp_path / "kept")["exchanges"]
-    assert message["user"] == "first\nsecond\nthird"
 
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
@@ -225,21 +219,18 @@ def test_a_chat_that_goes_on_opens_its_model(tmp_path: Path) -> None:
     assert run("-m", moved, "--load", kept, *options, stdin="cd").exit_code == 0
 
 
-def test_a_wrong_command_of_a_pipe_does_not_end_the_run() -> None:
-    lines = "/undo\nOne day\n/what\n/switch x\n/save\n/retry\n/edit 1\n/quit\nnever"
+def test_a_wrong_command_of_a_pipe_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lines = "/undo\nOne day\n/what\n/switch x\n/save\n/retry\n/edit 1\n/save ~/kept\n/quit\nnever"
     result = run(*OPTIONS, "-n", "4", stdin=lines)
     assert result.exit_code == 1 and "never" not in result.stdout
+    assert saved_in(tmp_path / "kept")
     for message in ("there is no command /what", "an argument is missing", "no message yet"):
         assert message in result.stderr
     for usage in ("/edit N TEXT", "/switch N", "/save FILE"):
         assert f"hint: {usage}\n" in result.stderr
-
-
-def test_tilde_of_save_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    result = run(*OPTIONS, "-n", "2", stdin="One day\n/save ~/kept")
-    assert saved_in(tmp_path / "kept")
-    assert f"saved in {tmp_path}/kept" in " ".join(result.stderr.split())
 
 
 def test_each_branch_that_lacks_turns_says_so() -> None:

@@ -34,7 +34,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 ALLOWED, REFUSED = {"LLAMABRANCH_DOWNLOAD": "1"}, {"LLAMABRANCH_DOWNLOAD": "0"}
 
 
-def test_pull_prints_the_path_and_nothing_else(hub: FakeHub) -> None:
+def test_pull_prints_the_path_and_nothing_else_or_fails(hub: FakeHub) -> None:
     result = run("models", "pull", f"{DRAFT}:Q8_0")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{names.resolve(DRAFT)}\n"
@@ -43,13 +43,10 @@ def test_pull_prints_the_path_and_nothing_else(hub: FakeHub) -> None:
     assert (again.stdout, again.stderr) == (result.stdout, "")
     path = str(names.resolve(DRAFT))
     assert answer("models", "pull", DRAFT) == {"model": DRAFT, "path": path}
-
-
-def test_pull_that_fails_prints_no_path(hub: FakeHub) -> None:
     for name, code, words, more in (
         (f"{DRAFT}:Q4_0", 2, "no model with the tag Q4_0", {}),
         ("me/nothing", 1, "Repository not found", {}),
-        (DRAFT, 2, "HF_HUB_OFFLINE is set", OFFLINE),
+        (TARGET, 2, "HF_HUB_OFFLINE is set", OFFLINE),
         ("nothing", 2, "no model is called", {}),
     ):
         result = run("models", "pull", name, **more)
@@ -65,22 +62,18 @@ def test_commands_take_repositories_and_never_download_by_surprise(hub: FakeHub)
         assert "is not on this machine" in result.stderr
         assert f"llamabranch models pull {TARGET}:Q8_0" in result.stderr
     assert not hub.requests
+    alone = run("speculate", *pair[:2], *SHORT, **ALLOWED)
+    assert alone.exit_code == 0 and "4 tokens a draft by suffix" in alone.stderr
+    assert alone.stderr.count("downloading ") == 1
     result = run("speculate", *pair, *SHORT, "--json", "-s", "1", **ALLOWED)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.count("downloading ") == 2
+    assert result.stderr.count("downloading ") == 1
     bundled = answer("speculate", *SHORT, "-s", "1")
     assert json.loads(result.stdout)["text"] == bundled["text"]
     count = len(hub.requests)
     assert run("models", "show", TARGET, DRAFT, **OFFLINE).exit_code == 0
     assert answer("generate", "a", *pair, "-n", "2", **OFFLINE)["failed"] == 0
     assert len(hub.requests) == count
-
-
-def test_repository_alone_is_enough(hub: FakeHub) -> None:
-    result = run("speculate", "-hf", f"{TARGET}:Q8_0", *SHORT, **ALLOWED)
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr.count("downloading ") == 1
-    assert "4 tokens a draft by suffix" in result.stderr
 
 
 def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
@@ -153,9 +146,6 @@ def test_show_says_whether_the_second_model_can_draft_and_why(
     kinds = [facts["head_kind"] for facts in report["models"]]
     assert kinds == ["", "eagle3" if second == "tale-eagle" else ""]
     assert bool(report["models"][1]["target_layers"]) == (second == "tale-eagle")
-
-
-# -- which model drafts --------------------------------------------------------------------------------
 
 
 def test_draft_auto_takes_what_is_listed_and_says_so(

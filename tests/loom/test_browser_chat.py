@@ -94,21 +94,17 @@ def newest(page: Page, n: int = 1) -> list[tuple[str, int]]:
 # -- chats -----------------------------------------------------------------------------------------
 
 
-def test_a_chat_begins_where_the_model_has_a_template_and_its_turns_are_cards(page: Page) -> None:
+def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> None:
+    """Where the model has a template; its turns are cards."""
     assert page.locator("#mode input:checked").get_attribute("value") == "chat"
     talk(page)
-    (system, user, answer) = turns(page)
+    before = turns(page)
+    (system, user, answer) = before
     assert (system, user) == (("system", "You tell tales."), ("user", QUESTION))
     assert answer[0] == "assistant" and answer[1]
     assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == MARKS
     row = page.locator("#tree [role=treeitem] .words").first
     assert row.inner_text().startswith("Who lived")
-    assert violations(page) == []
-
-
-def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -> None:
-    talk(page)
-    before = turns(page)
     page.locator("#reply").click()
     say(page, "And <|im_end|> then?")
     written_first = tokens(page)
@@ -137,6 +133,7 @@ def test_a_reply_continues_and_turns_are_edited_and_answered_again(page: Page) -
     assert [row for row in rows if "<|im_start" in row or "assistant" in row] == []
     assert [role for role, _ in turns(page)] == ["system", "user", "assistant"]
     assert turns(page)[2][1]
+    assert violations(page) == []
 
 
 def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:

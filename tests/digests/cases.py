@@ -302,10 +302,9 @@ def raw(world: World, **options: object) -> Outcome:
 # -- speculation -----------------------------------------------------------------------------------
 
 DRAFTERS = (
-    "nobody", "null", "model", "same model", "own settings", "tree of 2", "tree of 5",
-    "suffix", "chain", "chain with a tree", "useless", "adversary", "uniform",
+    "nobody", "null", "model", "same model", "own settings", "suffix", "chain", "useless",
+    "adversary", "uniform",
 )  # fmt: skip
-TREES = ("tree of 2", "tree of 5", "chain with a tree")
 
 
 def speculated(
@@ -500,7 +499,7 @@ SESSIONS: dict[str, Options] = {
     "auto": {"turns": ("model",), "settings": WARM, "draft_k": "auto"},
     "greedy": {"turns": ("model", "suffix"), "settings": GREEDY, "draft_k": 4},
     "in turn": {
-        "turns": ("nobody", "model", "suffix", "tree of 2"), "settings": WARM, "draft_k": 3,
+        "turns": ("nobody", "model", "suffix", "model"), "settings": WARM, "draft_k": 3,
     },
     "token rule": {
         "turns": ("model", "nobody", "model"), "settings": HOT, "draft_k": 3, "rule": "token",
@@ -534,7 +533,6 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
     rules = pairs(
         "which rule", ("model", "seeded"), ("model", "token"), ("model", "block"),
         ("same model", "seeded"), ("suffix", "seeded"),
-        ("tree of 2", "seeded"),
     )  # fmt: skip
     shared: Options = {"requests": toy_job, "settings": warm, "n": 30}
     cases: dict[str, Case] = {
@@ -552,7 +550,7 @@ def memory_cases(memory: str, options: Options) -> dict[str, Case]:
 
 FAMILIES: tuple[Callable[..., Outcome], ...] = (forks, rewound, stored, saved)
 # Version 0.1 copied from earlier texts too, which shows in the second text under a rejection rule.
-ALONE = [which for which in DRAFTERS if which not in (*TREES, "suffix")]
+ALONE = [which for which in DRAFTERS if which != "suffix"]
 CASES: dict[str, Case] = {
     **table("sampling/{}", plain, {"settings": SAMPLING}),
     **table("prompt/{}, {}", plain, {"prompt": PROMPTS, "settings": TEXTS}),
@@ -596,8 +594,7 @@ CASES: dict[str, Case] = {
     **table(
         "speculative/{}, {}", speculated,
         {
-            "*": pairs("which rule", ("model", "seeded"), ("model", "token"),
-                       ("tree of 2", "auto")),
+            "*": pairs("which rule", ("model", "seeded"), ("model", "token")),
             "settings": {
                 "penalties": BACK, **{k: SAMPLING[k] for k in ("xtc", "bias", "everything")},
             },
@@ -623,7 +620,7 @@ CASES: dict[str, Case] = {
         "speculative/family of {}", speculated_family,
         {
             "*": pairs("which rule", ("nobody", "auto"), ("model", "seeded"), ("model", "token"),
-                       ("model", "block"), ("suffix", "seeded"), ("tree of 2", "seeded")),
+                       ("model", "block"), ("suffix", "seeded")),
         },
         settings=WARM, draft_k=4,
     ),

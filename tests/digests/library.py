@@ -204,9 +204,6 @@ class World:
             "own settings": lambda: lb.ModelDrafter(
                 self.context(draft, **options), self.params({"temperature": 1.3, "top_k": 0})
             ),
-            # Version 0.1 drafted trees here, which changed no text.
-            "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options)),
-            "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options)),
             "suffix": lambda: Eager(2.0),
             "chain": lambda: lb.ChainDrafter(
                 [
@@ -214,9 +211,6 @@ class World:
                     lb.SuffixDrafter(),
                     lb.ModelDrafter(self.context(draft, **options)),
                 ]
-            ),
-            "chain with a tree": lambda: lb.ChainDrafter(
-                [Newest(4, 2), lb.ModelDrafter(self.context(draft, **options))]
             ),
             "useless": lambda: Custom(lambda position: 7, None),
             "adversary": lambda: Custom(lambda position: (31 * position) % 200 + 2, None),

@@ -412,6 +412,8 @@ class Program:
         ctx.audit()
         assert ctx.n_seq_free == N_SEQ
         if ctx.prefix_cache is not None:
+            self.tally["cached"] += ctx.prefix_cache.n_hit_tokens
+            self.tally["evicted"] += ctx.prefix_cache.n_evicted
             ctx.prefix_cache.clear()
         usage = ctx.usage()
         assert (usage.cells_used, usage.cells_cached, usage.cells_reserved) == (0, 0, 0)

@@ -154,9 +154,8 @@ class Agent(Settings, Generic[T]):
         self.think, self.forks, self.tell = think, forks, _told(tell)
         self.repeats = whole("repeats", repeats, 0)
         self.sampling = settings_of(sampling, **settings)
-        described, choice = [tool.described for tool in self.tools.values()], self._choice()
-        model = context.model
-        known = Tools(described, choice, model.turn_format, parallel=parallel_calls)
+        described, model = [tool.described for tool in self.tools.values()], context.model
+        known = Tools(described, tool_choice, model.turn_format, parallel=parallel_calls)
         turns = Turns(model, known, think)
         try:
             _ = turns.free, turns.forced
@@ -181,16 +180,6 @@ class Agent(Settings, Generic[T]):
     def __repr__(self) -> str:
         names = ", ".join(self.tools) or "no tools"
         return f"<Agent {self.name!r} with {self.context.model.name!r}: {names}>"
-
-    def _choice(self) -> object:
-        """Return OpenAI's ``tool_choice``."""
-        choice, tools = self.tool_choice, self.tools
-        if choice in ("auto", "none") or (choice == "required" and tools):
-            return choice
-        if isinstance(choice, str) and choice in tools:
-            return {"type": "function", "function": {"name": choice}}
-        names = ", ".join(("auto", "none", *(("required", *tools) if tools else ())))
-        raise ConfigError(f"unknown tool_choice {shown(choice):.60}", hint=f"tool_choice: {names}")
 
     # -- four ways to run it -----------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Generic, cast
 
 import msgspec
-from msgspec.structs import astuple, replace
 from typing_extensions import TypeVar
 
 from ..errors import LlamaBranchError, ParseError
@@ -58,13 +57,6 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
     seed: int | None = None
     seconds: float = 0.0
     report: Report | None = None
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether all fields are equal, except for ``seconds`` and ``report``."""
-        if not isinstance(other, Step):
-            return NotImplemented
-        mine, others = (replace(step, seconds=0.0, report=None) for step in (self, other))
-        return astuple(mine) == astuple(others)
 
 
 @dataclass

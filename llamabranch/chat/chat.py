@@ -25,7 +25,7 @@ from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchE
 from ..model import stop_strings
 from ..model.tools import ToolCall
 from ..native import forkable_lock
-from ..request.request import EngineStats, Event
+from ..request.request import Event
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
@@ -70,6 +70,7 @@ class Chat:
         ctx, engine: the context, and what runs the answers.
         sampling, options: the settings of the next answer; `set` changes them.
         current: the number of the current branch.
+        stats: the cost so far, as the engine counts it.
     """
 
     def __init__(  # type: ignore[misc]  # the engine has the drafter
@@ -92,6 +93,7 @@ class Chat:
         self.set(**{"seed": settings_of(options.get("sampling")).seed, **options})
         ctx.keep_prefixes(always=True)
         self.engine = Engine(ctx, drafter, config, max_tokens=None)
+        self.stats = self.engine.stats
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -157,19 +159,15 @@ class Chat:
             ConfigError: an unknown option or a bad value; nothing is changed.
         """
         with self.held():
-            before = self.sampling, self.options
             if changes.get("seed", 0) in (None, -1):
                 changes["seed"] = random_seed()
-            base = changes.pop("sampling", None) or self.sampling
-            settings = {k: v for k, v in changes.items() if k in SamplingSettings.__annotations__}
-            others = {k: v for k, v in changes.items() if k not in settings}
-            self.sampling = settings_of(base, **settings)
-            self.options = cast(ChatOptions, {**self.options, **others})
-            try:
-                self._plan(self.system, [Exchange(None, "x")])
-            except BaseException:
-                self.sampling, self.options = before
-                raise
+            options = cast(ChatOptions, {**self.options, **changes})
+            probe = messages_of(self.system, [Exchange(None, "x")])
+            (request,) = plan_chat(self.ctx, probe, self.sampling, **options).requests
+            of_sampling = {"sampling", *SamplingSettings.__annotations__}
+            others = {name: value for name, value in options.items() if name not in of_sampling}
+            self.sampling = settings_of(request.sampling)
+            self.options = cast(ChatOptions, others)
 
     @property
     def n_cut(self) -> int:
@@ -181,11 +179,6 @@ class Chat:
     def branches(self) -> list[int]:
         """The numbers of the branches of the conversation, oldest first."""
         return list(self._heads)
-
-    @property
-    def stats(self) -> EngineStats:
-        """The cost so far, as the engine counts it."""
-        return self.engine.stats
 
     def tree(self) -> str:
         """Return a drawing of all branches: a line for each message and its answer."""
@@ -256,12 +249,10 @@ class Chat:
     def _exchange(self, n: int) -> Exchange:
         exchanges, n = self.exchanges, whole("the number of a message", n)
         if not 1 <= n <= len(exchanges):
-            raise UsageError(
-                f"there is no message {n}" if exchanges else "there is no message yet",
-                hint=f"messages are numbered from 1 to {len(exchanges)}"
-                if exchanges
-                else "send one first",
-            )
+            if exchanges:
+                hint = f"messages are numbered from 1 to {len(exchanges)}"
+                raise UsageError(f"there is no message {n}", hint=hint)
+            raise UsageError("there is no message yet", hint="send one first")
         return exchanges[n - 1]
 
     def _begin(self, number: int, question: Exchange) -> Answer:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arguments import whole
-from ..errors import CapacityError, UnsupportedError
+from ..errors import SequencesExhaustedError, UnsupportedError
 from .context import Context
 from .runner import decode_run
 
@@ -23,11 +23,10 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
     """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
 
     The context must keep hidden states. If states are missing, because their tokens were decoded
-    earlier, these tokens are decoded again in another sequence. If no sequence or no cells are free
-    for that, only the rows after the last missing one are returned.
+    earlier, these tokens are decoded again in another sequence.
 
     Raises:
-        CapacityError: no rows could be returned.
+        CapacityError: no sequence or no cells are free for that.
     """
     with ctx.lock:
         ctx.decoder.check_open()
@@ -37,19 +36,17 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
         states = hidden.of(seq_id, start, len(tokens))
         if any(row is None for row in states):
             holder = _Reading()
+            if not ctx.n_seq_free:  # to allocate one would run the garbage collector in every round
+                raise SequencesExhaustedError(
+                    "no sequence is free to decode the tokens once more", hint="prune a branch"
+                )
+            other = ctx.sequences.allocate(holder)
             try:
-                other = ctx.sequences.allocate(holder)
-                try:
-                    decode_run(ctx.decoder, tokens, other, "none")
-                    hidden.set_all(seq_id, hidden.all_of(other))
-                finally:
-                    ctx.sequences.free(other)
-                states = hidden.of(seq_id, start, len(tokens))
-            except CapacityError:
-                missing = [i for i, row in enumerate(states) if row is None]
-                states = states[missing[-1] + 1 :]
-                if not states:
-                    raise
+                decode_run(ctx.decoder, tokens, other, "none")
+                hidden.set_all(seq_id, hidden.all_of(other))
+            finally:
+                ctx.sequences.free(other)
+            states = hidden.of(seq_id, start, len(tokens))
         rows = [row for row in states if row is not None]
         return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
 
@@ -79,8 +76,6 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
             known = () if hidden is None or hidden.is_for_head else hidden.layers
             hidden = ctx.decoder.watch_hidden(sorted({layer, *known}), None)
         rows = kept_states(ctx, seq_id, tokens, start)
-        if len(rows) < len(tokens) - start:
-            raise CapacityError("no room to decode the tokens once more", hint="prune a branch")
         return np.array(rows[:, hidden.columns(layer)])
 
 

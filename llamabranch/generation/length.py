@@ -17,6 +17,8 @@ WARM_UP_PLAIN = 3  # plain steps before the first draft
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials of a drafter that is off
 _WARM_UP, _WARM_UP_K = 4, 2  # first drafts of a drafter, and the tokens of each
 _MARGIN = 1.03  # the least speedup of drafts
+_SLOWEST = 1.2  # the largest time of a draft step, in plain steps: such drafts never pay
+_SUDDEN = 2.0  # a time that is shorter by this factor shows that the earlier ones say nothing
 _REFRESH = 64  # rounds after which a plain step is measured again
 _CHEAP = 0.01  # share of a plain step: a draft step that takes less costs next to nothing
 _EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # edges of the entropy buckets, nats
@@ -56,6 +58,10 @@ class _Record:
     def __init__(self) -> None:
         self.tested, self.accepted = [1.0] * len(_PRIOR), [*_PRIOR]  # tokens in each bucket
         self.n_tested = self.n_accepted = 0
+        self.forget_times()
+
+    def forget_times(self) -> None:
+        """Forget everything but which tokens were accepted."""
         self.step = self.verify = 0.0  # time of drafting a token, and of one more in a decode
         self.speed = _Speed()  # of its rounds
         self.n_drafts = self.longest = 0  # rounds, and the most tokens of one draft
@@ -82,12 +88,14 @@ class _Record:
         n_drafted = sum(len(draft.tokens) for draft in drafts)
         entropies = [entropy for draft in drafts for entropy in draft.entropies]
         n_steps = max(1, n_drafted, sum(not math.isnan(entropy) for entropy in entropies))
+        step = min(sum(draft.seconds for draft in drafts) / n_steps / plain_s, _SLOWEST)
+        if step < self.step / _SUDDEN:  # its first drafts were slow, as while weights are loaded
+            self.forget_times()
         self.n_drafts += 1
         self.longest = max(self.longest, *(len(draft.tokens) for draft in drafts), 0)
         share = max(0.1, 1.0 / self.n_drafts)
         # With more tokens to read, most of the time is reading.
         if all(draft.n_read <= (2 if self.step else 8) for draft in drafts):
-            step = sum(draft.seconds for draft in drafts) / n_steps / plain_s
             old = self.step or step
             self.step = old + share * (min(step, 4.0 * old) - old)  # one slow round says little
         if n_drafted:
@@ -121,6 +129,10 @@ class _Learned:
         plain_s = self.plain_s.get(nearest, seconds)
         if is_plain:
             plain_s = plain_s if n == nearest else seconds
+            if seconds < plain_s / _SUDDEN:  # the times of drafts are multiples of a wrong one
+                plain_s, self.speed = seconds, _Speed()
+                for record in self.records.values():
+                    record.forget_times()
             plain_s += (1.0 - 0.9**n_rounds) * (min(seconds, 2.0 * plain_s) - plain_s)
             self.plain_s[n] = plain_s
         self.n_sequences, self.since_plain = n, 0 if is_plain else self.since_plain + 1
@@ -183,8 +195,9 @@ class AutoLength(DraftLength):
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # It first reads the tokens that it missed, each in a fifth of a step: at most 2 % of the time.
-        return record.waited >= max(record.pause, 10 * self._n_behind * record.step)
+        # It first reads the tokens that it missed, each in a fifth of a step. That may take four plain
+        # steps, and then 2 % of the time: its times may be wrong, or it may suit the text now.
+        return record.waited >= max(record.pause, 50 * (self._n_behind * record.step / 5 - 4.0))
 
     def pays(self, n_drafted: int, entropy: float) -> bool:
         """Return whether another token is worth its time."""

@@ -70,12 +70,12 @@ def set_log_level(level: str) -> None:
     _choose_callback()
 
 
-def logged_reason(unknown: str = "no reason given") -> str:
+def logged_reason() -> str:
     """Return why a call just failed: llama.cpp's last three errors, or else its last warnings."""
     with _recent_lock:
         recent = list(_recent)
     errors = [line for severity, line in recent if severity >= _ERROR]
-    return "; ".join((errors or [line for _, line in recent])[-3:]) or unknown
+    return "; ".join((errors or [line for _, line in recent])[-3:]) or "no reason given"
 
 
 @contextmanager

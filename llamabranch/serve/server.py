@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ..engine import AsyncEngine
 from ..errors import ConfigError
@@ -85,24 +82,12 @@ class Server:
             from uvloop import run
         except ImportError:  # not there on Windows
             from asyncio import run  # type: ignore[assignment]
-        with self._signals():
-            run(self._serve())
+        run(self._serve())
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        def on_signal(*_: object) -> None:
-            if self.service is None:  # while the model loads there is nothing to lose
-                quit_interrupted()
-            self.stop()
-
-        is_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-        before = {number: signal.signal(number, on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _on_signal(self, *_: object) -> None:
+        if self.service is None:  # while the model loads there is nothing to lose
+            quit_interrupted()
+        self.stop()
 
     async def _serve(self) -> None:
         app = application(lambda: self.service, self.settings, self.front)
@@ -117,7 +102,7 @@ class Server:
         access.setLevel(logging.INFO)
         access.propagate = self.settings.log_requests
         self._uvicorn = server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]  # `_signals`
+        server.handle_exit = self._on_signal  # type: ignore[method-assign]  # of SIGINT and SIGTERM
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:

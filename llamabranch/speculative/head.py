@@ -20,7 +20,7 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..context.runner import Batch
 from ..context.token_states import kept_states
-from ..errors import BranchStateError, ConfigError, UnsupportedError
+from ..errors import BranchStateError, CapacityError, ConfigError, UnsupportedError
 from ..generation.drafter import DraftState
 from ..generation.text import Text
 from ..model import Model
@@ -41,8 +41,6 @@ class HeadState(RunState):
         seq_ids: a sequence for each layer that drafts; empty if the layers read the target's K/V.
         tokens: the text that the head has read.
         ahead: by how many tokens a pair's token is ahead of its position.
-        n_skipped: how many pairs are missing at the beginning of its sequences, because the target
-            no longer has their states.
         hidden: the head's state for the next pair of the draft, (n_embd,); None before the first decode.
     """
 
@@ -54,7 +52,6 @@ class HeadState(RunState):
         self.model = target.ctx.model
         self.ahead = drafter.ahead
         self.tokens: list[int] = []
-        self.n_skipped = 0
         self.hidden: States | None = None
         self._row: LogitsRow | None = None
         self._first, self._features = 0, np.empty((0, 0), dtype=np.float32)
@@ -89,17 +86,16 @@ class HeadState(RunState):
         """Return the number of the first pair that a layer has not read."""
         if not self.seq_ids:
             return 0
-        return self.n_skipped + self._ctx.kv_cache.next_position(self.seq_ids[layer])
+        return self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
     def read_target(self, n_layers: int) -> None:
         """Get the target's states for the text that one of the first ``n_layers`` has not read.
 
         If all pairs were read, the last pair is read again, because the draft begins with its
-        logits. The target may lack the states of some tokens, and the room to decode them again.
-        Then the head forgets everything it has read and begins after those tokens.
+        logits.
 
         Raises:
-            CapacityError: the target has no state of the last token.
+            CapacityError: the target lacks the states of some tokens, and the room to decode them again.
         """
         target, tokens = self.target, self.text
         self.observe(len(tokens) - 1)
@@ -112,10 +108,7 @@ class HeadState(RunState):
             target.check_usable()
             target.lacking()  # repairs the K/V if an earlier call failed midway
             rows = kept_states(target.ctx, target.seq_id, list(tokens[:-1]), start)
-        if len(rows) < len(tokens) - 1 - start:
-            first = len(tokens) - len(rows) - self.ahead
-            self._skip(first)
-        elif first + self.ahead == 0:  # no state comes before the first token
+        if first + self.ahead == 0:  # no state comes before the first token
             rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
         self._first, self._features = first, rows  # _first: number of the pair of the first row
         self.unread = self.behind(0)[0]
@@ -129,23 +122,13 @@ class HeadState(RunState):
             self._n_accepted = len(tokens)
         self._sampler = self._reader
 
-    def _skip(self, n: int) -> None:
-        """Begin again with pair ``n``."""
-        with self._ctx.lock:
-            self._ctx.decoder.check_open()
-            for seq_id in self.seq_ids:
-                self._ctx.kv_cache.drop(seq_id, 0)
-            self.n_skipped = n
-
     def cut(self, n_tokens: int) -> None:
         """Keep the pairs of the first ``n_tokens`` of the text. Hold the lock of the head's context."""
-        n = max(0, n_tokens - self.ahead - self.n_skipped)
+        n = max(0, n_tokens - self.ahead)
         cache = self._ctx.kv_cache
         for seq_id in self.seq_ids:
             if cache.next_position(seq_id) > n:
                 cache.drop(seq_id, n)
-        if n == 0:
-            self.n_skipped = 0
 
     def observe(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``."""
@@ -212,7 +195,6 @@ class HeadState(RunState):
                 if cache.next_position(mine):
                     cache.fork(mine, its)
             other.tokens = list(self.tokens)
-            other.n_skipped = self.n_skipped
         return other
 
     def close(self) -> None:
@@ -261,7 +243,10 @@ class HeadDrafter(RunDrafter[HeadState]):
         for state in states:
             if self.n_layers > 1:
                 state.limit = min(state.limit, self.n_layers)
-            state.read_target(min(self.n_layers, state.limit))
+            try:
+                state.read_target(min(self.n_layers, state.limit))
+            except CapacityError:  # the other texts have drafts all the same
+                state.end_draft("capacity")
 
     def end(self, states: Sequence[HeadState]) -> None:
         """Drop everything that belongs to the draft alone."""

@@ -99,7 +99,7 @@ class RunState(DraftState, ABC):
         _, self.text, self.length, self.limit = request
         self.unread, self.is_done, self.reads_text = (), False, True
         if not self.length.consider(self.draft.drafter):
-            self._end("off")
+            self.end_draft("off")
 
     def draw(self) -> None:
         """Draw the next token. Hold the lock of the drafter's context."""
@@ -107,7 +107,7 @@ class RunState(DraftState, ABC):
         entropy = row.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
         if not length.goes_on(len(draft.tokens), entropy):
-            return self._end(length.reason)
+            return self.end_draft(length.reason)
         sampler, position, seed = self.sampler, len(self.text) + len(draft.tokens), self.seed
         try:
             if self.rule == "seeded":
@@ -118,17 +118,18 @@ class RunState(DraftState, ABC):
                 draft.sources.append(source)
             draft.tokens.append(token)
             if self.model.is_eog(token):
-                return self._end("end")
+                return self.end_draft("end")
             if len(draft.tokens) >= self.limit:
                 self.is_done = True  # if the token is accepted, the next draft decodes it
                 return None
             self.accept(token)
         except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
-            return self._end("end")
+            return self.end_draft("end")
         self.unread = (token,)
         return None
 
-    def _end(self, reason: str) -> None:
+    def end_draft(self, reason: str) -> None:
+        """End the draft, for this reason."""
         self.draft.stopped = reason
         self.is_done = True
 
@@ -176,7 +177,10 @@ class RunDrafter(Drafter, Generic[S]):
     # -- what differs ------------------------------------------------------------------------------
 
     def prepare(self, states: Sequence[S]) -> None:
-        """Get what the states need from the target, before this context's lock is taken."""
+        """Get what the states need from the target, before this context's lock is taken.
+
+        It ends the drafts of states that cannot get it.
+        """
 
     def begin(self, states: Sequence[S]) -> None:
         """Read tokens that must be read one step earlier, before ``decode`` is called."""
@@ -197,6 +201,7 @@ class RunDrafter(Drafter, Generic[S]):
         live = [state for state in states if not state.is_done]
         try:
             self.prepare(live)
+            live = [state for state in live if not state.is_done]
             with self.ctx.lock:
                 decoder.check_open()
                 try:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import pytest
 import toys
+from msgspec.structs import astuple, replace
 from stages import Number, add, assert_left_alone, fails, hangs, name, sleeps
 from turn_shapes import CHANGING, SHAPES
 
@@ -186,29 +187,6 @@ KEPT = {
 }
 
 
-def test_law_3_a_template_that_changes_earlier_turns_is_read_again(shaped: Path) -> None:
-    """Some templates leave thoughts out of earlier answers."""
-    template = SHAPES["tags around JSON"].replace(
-        "{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}"
-    )
-    with (
-        lb.Model(shaped, chat_template=template) as model,
-        lb.Context(model, n_ctx=2048, n_seq_max=8, n_threads=1) as ctx,
-    ):
-        turns = Agent(ctx).turns
-        before: list[dict[str, object]] = [
-            {"role": "user", "content": "Think."},
-            {"role": "assistant", "content": "Done.", "reasoning_content": "hm"},
-        ]
-        own = [
-            *turns.prompt(before[:1]),
-            *model.tokenize("<mull>\nhm\n</mull>\n\nDone.", add_special=False),
-        ]
-        new = [{"role": "user", "content": "And now?"}]
-        prompt = turns.following(own, before, new, is_turn=False)
-        assert prompt == turns.prompt([*before, *new]) and prompt[: len(own)] != own
-
-
 def nodes_of_trie(texts: Sequence[Sequence[int]]) -> int:
     ordered, n = sorted(map(list, texts)), 0
     for before, text in zip([[], *ordered], ordered, strict=False):
@@ -297,7 +275,14 @@ def test_law_8_a_seed_and_equal_results_give_equal_steps(stage: Context, case: s
         for a, b in zip(one.choices, other.choices, strict=True):
             assert {s.path for s in a.steps} == {s.path for s in b.steps}
             for path in {s.path for s in a.steps}:
-                mine, again = ([s for s in c.steps if s.path == path] for c in (a, b))
+                mine, again = (
+                    [
+                        astuple(replace(s, seconds=0.0, report=None))
+                        for s in c.steps
+                        if s.path == path
+                    ]
+                    for c in (a, b)
+                )
                 assert mine == again
 
 

@@ -499,7 +499,8 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_dist
     """With fewer sequences than turns, the last answer equals that of a context of its own."""
     with toy_contexts(name, tmp_path, 4, template, n_ctx=4096) as (context, other):
         is_exact = context.kv_cache.can_draft and template != CHANGING
-        drafter, options = None if is_exact else "auto", {**PLAIN, "max_tokens": 40}
+        drafter: Any = None if is_exact else "auto"
+        options = {**PLAIN, "max_tokens": 40}
         with Chat(context, drafter, system="Be kind.", **options) as chat:
             with counting(context) as counts:
                 answers = ten_turns(chat)

@@ -102,18 +102,15 @@ def test_files_of_functions_that_are_refused(
     assert result.exit_code == 2 and message in " ".join(result.stderr.split())
 
 
-def test_no_task_no_template_and_a_function_that_raises(model: Path, tmp_path: Path) -> None:
-    result = run("agent", "-m", model, stdin="")
-    assert result.exit_code == 2 and "no task was given" in result.stderr
-    result = run("agent", "-m", "tale-target", "Tell a tale.")
-    assert result.exit_code == 1 and "no chat template" in result.stderr
-    path = tmp_path / "tools.py"
-    path.write_text(
-        'def add(a: int, b: int) -> int:\n    "Add."\n    return a / 0\n', encoding="utf-8"
-    )
-    result = run("agent", "-m", model, "--tools", path, "one: go", "--json")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "add raised ZeroDivisionError" in result.stderr
+def test_no_task_no_template_and_a_function_that_raises(model: Path, tools: Path) -> None:
+    tools.write_text('def add(a: int, b: int) -> int:\n    "Add."\n    return a / 0\n')
+    for arguments, code, message in (
+        (("-m", model), 2, "no task was given"),
+        (("-m", "tale-target", "Tell a tale."), 1, "no chat template"),
+        (("-m", model, "--tools", tools, "one: go", "--json"), 1, "add raised ZeroDivisionError"),
+    ):
+        result = run("agent", *arguments, stdin="")
+        assert (result.exit_code, result.stdout) == (code, "") and message in result.stderr
 
 
 def test_ctrl_c_ends_cleanly(model: Path, tmp_path: Path) -> None:

@@ -43,19 +43,15 @@ def test_bench_measures_each_setting_and_length_that_fits_and_names_flags_that_w
     assert again.exit_code == 0, again.stderr
 
 
-def test_what_is_set_is_not_varied_and_without_drafts_there_is_nothing_to_choose() -> None:
+def test_what_is_set_is_not_varied_and_any_drafter_or_memory_is_measured(tmp_path: Path) -> None:
     answer = commands.answer("bench", *SMALL, *SET, "-md", "none")
     ((name, speeds),) = answer["tokens_a_second"].items()
-    assert speeds["drafted"] == {} and "-md" not in answer["fastest"]
-    assert name == "as set"
-
-
-def test_other_drafters_and_memories_are_measured_too(tmp_path: Path) -> None:
-    answer = commands.answer("bench", *SMALL, *SET, "--draft", "suffix+tale-draft")
-    assert answer["drafters"] == ["suffix", "tale-draft"]
+    assert speeds["drafted"] == {} and "-md" not in answer["fastest"] and name == "as set"
     path = str(write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes"))
-    answer = commands.answer("bench", *SMALL, *SET, "--target", path, "--draft", path)
-    assert all(speeds["drafted"] for speeds in answer["tokens_a_second"].values())
+    for more in (("--draft", "suffix+tale-draft"), ("--target", path, "--draft", path)):
+        answer = commands.answer("bench", *SMALL, *SET, *more)
+        assert answer["drafters"] == more[-1].split("+")
+        assert all(speeds["drafted"] for speeds in answer["tokens_a_second"].values())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")

@@ -90,8 +90,8 @@ def test_speculate_always_drafts_and_says_how_well_in_words_on_fourteen_lines(
     compares: bool,
 ) -> None:
     # Nothing is said about the length: it is 4, also where `auto` would stop drafting.
-    arguments = ("speculate", "Once upon a time", "-n", "16", "-s", "3", "--exact")
-    arguments += ("--compare",) * compares
+    arguments = ["speculate", "Once upon a time", "-n", "16", "-s", "3", "--exact"]
+    arguments += ["--compare"] * compares
     report = answer(*arguments)
     assert 0 < report["accepted"] <= report["drafted"] <= 4 * report["iterations"]
     assert report["stats"]["num_draft_tokens"] == report["drafted"]
@@ -187,15 +187,10 @@ def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
     assert one.stdout == text + "\n"
     note = one.stderr.replace("model: tale-target (the default; -m names another)\n", "")
     assert re.fullmatch(r"4 tokens, ended by length, \d+\.\d a second, seed 1\n", note)
-
-
-def test_the_prompt_is_an_argument_or_what_is_piped_in() -> None:
     for name in ("generate", "speculate"):
-        arguments = (name, "-n", "2", "-s", "1", "-d", "none")
-        piped, dash, named = (
-            run(*arguments, *more, stdin="A king\n").stdout for more in ((), ("-",), ("A king",))
-        )
-        assert piped == named == dash
+        fixed = (name, "-n", "2", "-s", "1", "-d", "none")
+        shown = [run(*fixed, *more, stdin="A king\n").stdout for more in ((), ("-",), ("A king",))]
+        assert shown == [shown[0]] * 3
     assert "pipe it in" in said_by("generate", "-n", "2")
 
 
@@ -218,7 +213,10 @@ def test_a_file_of_requests_becomes_results_in_its_order(tmp_path: Path) -> None
         assert message in said_by("generate", "-i", source)
 
 
-def test_a_chain_copies_none_decodes_plainly_and_a_length_bounds_a_draft() -> None:
+def test_chains_files_with_a_plus_no_drafter_and_the_length_of_drafts(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "a+b.gguf", vocab="bytes")  # no chain
+    report = speculate("Hi", "-m", path, "-d", path, "-n", "8", *FIXED, "-s", "1")
+    assert report["stats"]["draft_acceptance_rate"] == 1.0
     arguments = ("-n", "24", "-s", "7")
     for chain in ("suffix", "suffix+tale-draft"):
         copied = speculate("-d", chain, REFRAIN, "-n", "48", "-s", "7", "--temp", "0", *FIXED)
@@ -234,12 +232,6 @@ def test_a_chain_copies_none_decodes_plainly_and_a_length_bounds_a_draft() -> No
     shown = run("speculate", "-S", "entropy_stop=0", *arguments).stderr
     for row in ("drafted +0", "accepted +0", "accept rate +-"):
         assert re.search(f"^  {row}$", shown, re.MULTILINE), row
-
-
-def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
-    path = write_toy(tmp_path / "a+b.gguf", vocab="bytes")
-    report = speculate("Hi", "-m", path, "-d", path, "-n", "8", *FIXED, "-s", "1")
-    assert report["stats"]["draft_acceptance_rate"] == 1.0
 
 
 class TimedEngine(lb.Engine):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import COMMAND, ENDLESS, answer
+from commands import COMMAND, ENDLESS
 from self_signal import signalled_at_decode
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
@@ -25,38 +25,29 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], timeout=TIMEOUT_S, check=False, **streams)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs /dev/full and descriptors of POSIX"
+)
 @pytest.mark.parametrize(
-    "arguments",
-    ["models", "models --json", "--help", "speculate -n 4", "speculate -n 4 --json",
-     "generate -n 4 -p king"],
+    ("arguments", "closed", "code", "message"),
+    [("speculate - -n 4", 0, 2, "standard input is closed"),
+     *((name, 1, 1, "standard output is closed") for name in ("models", "models --json")),
+     *((name, None, 1, "cannot write to standard output: No space left on device") for name in (
+         "models", "models --json", "--help", "speculate -n 4", "speculate -n 4 --json",
+         "generate -n 4 -p king"))],
 )  # fmt: skip
-def test_full_standard_output_is_an_error_in_one_line(arguments: str) -> None:
+def test_closed_and_full_streams_are_an_error_in_one_line(
+    arguments: str, closed: int | None, code: int, message: str
+) -> None:
     model = MODEL if "-n" in arguments else ()
     with open("/dev/full", "w", encoding="utf-8") as full:
-        done = run(*arguments.split(), *model, stdout=full)
-    assert done.returncode == 1, done.stderr
-    first, *rest = done.stderr.splitlines()
-    assert first == "error: cannot write to standard output: No space left on device"
-    assert all(line.startswith("hint: ") for line in rest)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="closes descriptors as POSIX has them")
-@pytest.mark.parametrize(
-    ("arguments", "number", "code", "message"),
-    [
-        ("speculate - -n 4", 0, 2, "standard input is closed"),
-        ("models", 1, 1, "standard output is closed"),
-        ("models --json", 1, 1, "standard output is closed"),
-    ],
-)
-def test_closed_stream_is_an_error_in_one_line(
-    arguments: str, number: int, code: int, message: str
-) -> None:
-    done = run(*arguments.split(), preexec_fn=lambda: os.close(number), stdout=None)
+        closes = None if closed is None else lambda: os.close(closed)
+        stdout = full if closed is None else None
+        done = run(*arguments.split(), *model, preexec_fn=closes, stdout=stdout)
     assert done.returncode == code, done.stderr
-    first, hint = done.stderr.splitlines()
-    assert first == f"error: {message}" and hint.startswith("hint: ")
+    first, *rest = done.stderr.splitlines()
+    assert first == f"error: {message}"
+    assert all(line.startswith("hint: ") for line in rest) and (rest or closed is None)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="closes descriptors as POSIX has them")
@@ -79,14 +70,6 @@ def test_standard_input_that_is_not_utf8_is_wrong_usage() -> None:
     done = run("speculate", "-", input=b"a\xffb", text=False)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: cannot read standard input: ")  # type: ignore[arg-type]
-
-
-def test_output_that_is_not_utf8_loses_nothing() -> None:
-    arguments = ("speculate", "Die Königin ♕", "-n", "8", "--seed", "1")
-    whole = answer(*arguments)
-    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    shown = run(*arguments, "-m", "tale-target", "-t", "1", env=ascii_only)
-    assert shown.stdout.rstrip("\n") == whole["text"].encode("ascii", "backslashreplace").decode()
 
 
 def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
@@ -160,11 +143,15 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")
-def test_arguments_are_utf8_in_the_c_locale(tmp_path: Path) -> None:
+def test_in_the_c_locale_arguments_are_utf8_and_output_loses_nothing(tmp_path: Path) -> None:
     file = tmp_path / "König.jsonl"
     file.write_text('{"prompt": "Ein König"}', "utf-8")
-    arguments = ("generate", "König", "-n", "2", *MODEL, "-i", str(file), "--json")
-    done = run(*arguments, env={**os.environ, "LC_ALL": "C"})
+    arguments = ("generate", "Die Königin ♕", "-n", "8", *MODEL, "-i", str(file), "-s", "1")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    done = run(*arguments, "--json", env=ascii_only)
     assert done.returncode == 0, done.stderr
-    prompts = [result["prompt"] for result in json.loads(done.stdout)["results"]]
-    assert prompts == ["König", "Ein König"]
+    results = json.loads(done.stdout)["results"]
+    assert [result["prompt"] for result in results] == ["Die Königin ♕", "Ein König"]
+    expected = "\n".join(f"==> {r['id']}: {r['prompt']} <==\n{r['text']}\n" for r in results)
+    shown = run(*arguments, env=ascii_only).stdout
+    assert shown == expected.encode("ascii", "backslashreplace").decode()

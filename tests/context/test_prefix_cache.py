@@ -96,35 +96,6 @@ def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean:
     branch.prune()
     again.prune()
     assert cached.usage().cells_used == 0
-
-
-def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
-    cached: Context, clean: Context
-) -> None:
-    rng = np.random.default_rng(6)
-    stems = [random_tokens(rng, 40) for _ in range(6)]
-    living: list[Branch] = []
-    for _ in range(80):
-        if len(living) == 3:
-            living.pop(int(rng.integers(3))).prune()
-        stem = stems[rng.integers(6)][: int(rng.integers(9, 40))]
-        living.append(Branch.start(cached, stem + random_tokens(rng, 30), sampling=WARM))
-        check(living[-1], clean, n=3)
-        if rng.integers(2):
-            chosen = living[rng.integers(len(living))]
-            chosen.rewind(int(rng.integers(1, chosen.position)))
-            check(chosen, clean, n=2)
-        cached.audit()
-        assert cached.usage().in_order
-    assert prefixes_of(cached).n_hits > 20
-    assert prefixes_of(cached).n_evicted > 100
-    for branch in living:
-        branch.prune()
-    prefixes_of(cached).clear()
-    usage = cached.usage()
-    assert (usage.cells_used, usage.cells_cached, usage.cells_reserved) == (0, 0, 0)
-    for _ in range(5):
-        Branch.start(cached, random_tokens(rng, 90)).prune()
     branch = Branch.start(cached, random_tokens(rng, 512))  # all cells can be used by others
     assert cached.usage().cells_free == 0
     with pytest.raises(CacheFullError):

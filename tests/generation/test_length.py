@@ -220,6 +220,34 @@ def test_drafter_that_changes_is_switched_off_and_comes_back() -> None:
     assert (world.n_tokens - before[0]) / (world.seconds - before[1]) > 1.5
 
 
+@pytest.mark.parametrize("slow", [10.0, 100.0])
+@pytest.mark.parametrize("n_slow", [3, 4, 8])
+@pytest.mark.parametrize("is_drafter", [False, True], ids=["all", "drafter"])
+def test_slow_first_rounds_do_not_keep_a_drafter_off(
+    slow: float, n_slow: int, is_drafter: bool
+) -> None:
+    """The weights of one model or of both are still loaded, or other programs use the cores."""
+
+    class Slow(World):
+        pace = 1.0 if is_drafter else slow
+
+        def time(self, n: int) -> float:
+            return self.pace * super().time(n)
+
+    world = Slow(auto_length(), always(0.8), c=0.05 * slow)
+    world.run(n_slow)
+    world.pace, world.c, world.n_tokens, world.seconds = 1.0, 0.05, 0, 0.0
+    assert world.run(2000).speed > 0.92 * best_speed(0.8, 0.05, 0.2)
+
+
+def test_a_trial_waits_until_missed_text_costs_little() -> None:
+    length = auto_length()
+    World(length, always(0.0)).run(60)
+    while length.plain_steps(1):
+        length.learn([PLAIN], 1, 1.0)
+    assert length.plain_steps(1_000_000) > 0
+
+
 def test_reading_is_no_drafted_tokens_time() -> None:
     """The first draft also reads the prompt, for a hundred steps. Later ones do not."""
     length = auto_length()

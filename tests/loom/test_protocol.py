@@ -283,7 +283,8 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         ]  # fmt: skip
         for fields in wrong:
             page.do("bar", 400, set={"text": fields})
-        for fields in (*wrong, {"at": -1}, {"at": 0}, {"at": 999}):
+        wrong += [{"at": -1}, {"at": 0}, {"at": 999}]
+        for fields in wrong:
             page.do("continue", 400, node=root["id"], **fields)
         assert page.nodes() == [root["id"]]
         assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo + 1  # the root

@@ -44,10 +44,13 @@ def test_every_text_of_a_program_is_what_it_is_alone(kind: str, tmp_path: Path) 
     ):
         alone = Alone(clean)
         for seed in range(first, first + N_PROGRAMS.get(kind, 8) * max(1, SOAK)):
-            with lb.Context(model, n_seq_max=N_SEQ, n_batch=48, **options(model)) as ctx:
+            more = {"n_ctx": (256, N_CELLS)[seed % 2], "prefix_cache": seed % 3 < 2}
+            more |= {"n_seq_max": N_SEQ, "n_batch": 48}
+            with lb.Context(model, **{**options(model), **more}) as ctx:
                 try:
                     Program(ctx, alone, seed, tally).run()
                 except BaseException as error:
                     raise AssertionError(f"program {seed} of {kind}") from error
     print(kind, dict(tally))  # pytest -s shows it
     assert tally["comparisons"] > 100 and tally["used inside"] > 10, tally
+    assert tally["cached"] > 100 and tally["evicted"] > 20, tally

@@ -20,6 +20,9 @@ from llamabranch.sampling.grammar import turn_grammar
 
 _S = {"type": "string"}
 _CAFE = r'"caf\u00e9"'
+TOOLS = [{"type": "function", "function": {
+    "name": "f", "parameters": {"type": "object", "properties": {"s": _S}, "required": ["s"]},
+}}]  # fmt: skip
 
 
 @pytest.fixture(params=["toy", "target"])
@@ -99,11 +102,7 @@ def test_other_properties_are_those_with_other_names(toy: lb.Model) -> None:
 
 def test_arguments_of_tools_may_have_escapes(toy: lb.Model) -> None:
     """As JSON, and as JSON in a string, whose own escapes may not end the text in it."""
-    tool = {
-        "name": "f",
-        "parameters": {"type": "object", "properties": {"s": _S}, "required": ["s"]},
-    }
-    tools = Tools([{"type": "function", "function": tool}], "required")
+    tools = Tools(TOOLS, "required")
     text = r'{"name": "f", "arguments": {"s": "caf\u00e9 \ud83e\udd8a"}}'
     assert stopped(toy, turn_grammar(toy, tools), text) == text
 
@@ -118,11 +117,7 @@ _IN_TEXT = [
 @pytest.mark.parametrize(("string", "is_taken"), _IN_TEXT)
 def test_escapes_in_arguments_that_are_text(string: str, is_taken: bool, toy: lb.Model) -> None:
     form = TurnFormat.of(SHAPES["arguments are a text"])
-    tool = {
-        "name": "f",
-        "parameters": {"type": "object", "properties": {"s": _S}, "required": ["s"]},
-    }
-    tools = Tools([{"type": "function", "function": tool}], "required", form)
+    tools = Tools(TOOLS, "required", form)
     text = form.write([ToolCall("f", {"s": "STRING"})]).replace('\\"STRING\\"', string)
     assert (stopped(toy, turn_grammar(toy, tools), text) == text) == is_taken
     if is_taken:

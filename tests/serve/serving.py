@@ -137,14 +137,14 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Serving]:
         yield running
 
 
-def post(api: Any, status: int = 200, path: str = "/v1/completions", **body: Any) -> Any:
+def post(api: Any, status: int = 200, path: str = "/v1/completions", /, **body: Any) -> Any:
     """Send a body; return the answer, which has this status."""
     answer = api.post(path, json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
-def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
+def frames(api: Any, path: str = "/v1/completions", /, **body: Any) -> list[Any]:
     """Return the events of a stream."""
     with api.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200

@@ -27,7 +27,7 @@ def test_control_token_is_no_content(tmp_path: Path, tools: Any) -> None:
         with server.client() as api:
             sent = {**body, "messages": MESSAGES, **({"tools": tools} if tools else {})}
             where = "/v1/chat/completions"
-            (choice,) = post(api, path=where, **sent, return_token_ids=True)["choices"]
+            (choice,) = post(api, 200, where, **sent, return_token_ids=True)["choices"]
             assert choice["token_ids"] == [token] * 3
             assert not choice["message"]["content"]
             parts = [choice for part in frames(api, where, **sent) for choice in part["choices"]]

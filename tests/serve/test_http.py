@@ -229,7 +229,8 @@ def roomy_engine() -> lb.AsyncEngine:
 def test_disconnect_frees_sequences_and_a_slow_reader_waits_alone_and_is_given_up() -> None:
     """Other clients are served meanwhile, and after some time its texts are cancelled."""
     with Serving(roomy_engine, send_timeout_s=1.0) as server, server.client() as api:
-        for more in ({}, {"stream": True}, {"stream": True, "logprobs": 20}):
+        ways: list[dict[str, Any]] = [{}, {"stream": True}, {"stream": True, "logprobs": 20}]
+        for more in ways:
             body = json.dumps({**ENDLESS, **more, "n": 4}).encode()
             with socket.socket() as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

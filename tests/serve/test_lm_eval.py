@@ -47,7 +47,7 @@ def test_what_the_harness_sends_gets_the_log_probabilities_of_the_library(
     api: Any, beside: lb.Context
 ) -> None:
     def encoded(text: str) -> list[int]:
-        tokens = post(api, path="/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        tokens = post(api, 200, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
         assert isinstance(tokens, list)
         return tokens
 
@@ -77,7 +77,7 @@ def test_the_tokenizer_of_the_harness_is_that_of_the_model(server: Serving, api:
          model.tokenize(text, add_special=False, parse_special=True)),
         ({"prompt": "word " * 3000}, model.prompt_tokens("word " * 3000)),
     ):  # fmt: skip
-        assert post(api, path="/tokenize", **body)["tokens"] == expected
+        assert post(api, 200, "/tokenize", **body)["tokens"] == expected
 
 
 def test_the_recipe_runs_in_the_harness_itself(

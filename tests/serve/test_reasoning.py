@@ -82,5 +82,5 @@ def test_a_model_without_thoughts_takes_the_fields() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     body = {**BODY, "max_tokens": 4, "thinking": 5, "reasoning_effort": "high"}
     with serving({"chat_template": template}) as running, running.client() as api:
-        answer = post(api, path="/v1/chat/completions", **body)
+        answer = post(api, 200, "/v1/chat/completions", **body)
         assert "reasoning_content" not in answer["choices"][0]["message"]

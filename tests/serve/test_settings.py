@@ -52,7 +52,7 @@ def reached(server: Serving, api: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(server.engine, "steps", noted)
 
     def send(path: str, **body: Any) -> lb.SamplingParams:
-        post(api, path=path, **body)
+        post(api, 200, path, **body)
         params = asked[-1].sampling
         assert params is not None
         return params
@@ -151,7 +151,7 @@ def test_templates_that_ask_for_the_date_are_told_it_and_answers_where_batches_a
                 "messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": more,
                 "max_tokens": 1, "return_token_ids": True,
             }  # fmt: skip
-            answer = post(api, path="/v1/chat/completions", **body)
+            answer = post(api, 200, "/v1/chat/completions", **body)
             assert answer["exact"] is False
             prompt = server.ctx.model.detokenize(answer["choices"][0]["prompt_token_ids"])
             assert prompt.endswith(f"{day}|{date.today().year}|Hi")

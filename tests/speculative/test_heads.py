@@ -284,8 +284,14 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
 # -- contexts of other kinds -----------------------------------------------------------------------------
 
 
+def three_after(pair: Pair, branch: lb.Branch) -> DraftRequest:
+    """Return a request for a draft of three tokens after a branch's next token."""
+    state = pair.drafter.start(branch.sequence, "seeded")
+    return DraftRequest(state, [*branch.tokens, branch.produce().token], FixedLength(3), 3)
+
+
 @pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
-def test_head_begins_after_the_tokens_whose_states_are_not_known(
+def test_head_drafts_once_there_is_room_for_the_states_it_lacks(
     own_head: bool, target: lb.Model
 ) -> None:
     """The head is opened late, and no sequence is free in which tokens could be decoded again."""
@@ -299,17 +305,16 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
             )
             pair = Pair(ctx, lb.EagleDrafter(head))
             speculator = pair.speculator(rule="seeded")
-            generation = speculator.generate(branch, max_tokens=24)
-            token_ids = generation.finish().tokens
-            stats = generation.stats
-            assert stats.stop_reasons["capacity"] <= 2 < stats.num_drafts
-            n_cells = head.usage().sequences
-            assert 0 < max(n_cells.values()) < branch.position - 10  # the first pairs are missing
-            branch.rewind(branch.position - 6)
-            again = speculator.generate(branch, max_tokens=6).finish().tokens
-            assert token_ids == [t.token for t in twin.generate(24)]
-            assert again == token_ids[-6:]
+            first = speculator.generate(branch, max_tokens=12).finish()
+            assert first.stats.num_drafts == 0 < first.stats.stop_reasons["capacity"]
+            wanted = [t.token for t in twin.generate(24)]
             twin.prune()
+            known = lb.Branch.start(ctx, PROMPTS[1], sampling=settings)
+            drafts = pair.drafter.propose_many([three_after(pair, b) for b in (branch, known)])
+            assert [len(draft.tokens) for draft in drafts] == [0, 3]
+            known.prune()
+            second = speculator.generate(branch, max_tokens=12).finish()
+            assert second.stats.num_drafts > 0 and first.tokens + second.tokens == wanted
             speculator.forget(branch)
             branch.prune()
             pair.audit()

@@ -28,7 +28,6 @@ __all__ = ["Item", "export", "items_of", "read"]
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _BEGINS_JSON = re.compile(r'\s*[\[{][\[{\s]*(?:"\w*(?:"\s*(?::|$)|$)|[\]}]|$)')
 _BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _HEAD = b'{"op":"head",'  # how a document's file begins
@@ -195,8 +194,6 @@ def _unpacked(data: bytes) -> bytes:
 
 def _whole_characters(text: str) -> str:
     """Return the text with each surrogate pair as its character and each single surrogate as U+FFFD."""
-    if not _SURROGATE.search(text):
-        return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

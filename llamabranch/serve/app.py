@@ -95,7 +95,8 @@ def application(
     if front is None:
         front = Front(Guard(settings).check, (), {})
         middleware = [Middleware(CORSMiddleware, **cors(settings))]
-    handlers = {**front.routes, **{name: partial(serve, _ROUTES[name]) for name in _ROUTES}}
+    handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {**front.routes}
+    handlers |= {name: partial(serve, handler) for name, handler in _ROUTES.items()}
     return Starlette(
         routes=[
             Route(path, handler, methods=[name.split()[0]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import require_server
 from .errors import HttpError, http_error
@@ -44,7 +44,8 @@ class Limits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        scope["state"] = state = {"max_body": self._settings.max_body, "fields": None}
+        state: dict[str, Any] = {"max_body": self._settings.max_body, "fields": None}
+        scope["state"] = state
         n_bytes, has_begun = 0, False
 
         async def limited() -> Message:

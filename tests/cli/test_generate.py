@@ -90,8 +90,8 @@ def test_speculate_always_drafts_and_says_how_well_in_words_on_fourteen_lines(
     compares: bool,
 ) -> None:
     # Nothing is said about the length: it is 4, also where `auto` would stop drafting.
-    arguments = ("speculate", "Once upon a time", "-n", "16", "-s", "3", "--exact")
-    arguments += ("--compare",) * compares
+    arguments = ["speculate", "Once upon a time", "-n", "16", "-s", "3", "--exact"]
+    arguments += ["--compare"] * compares
     report = answer(*arguments)
     assert 0 < report["accepted"] <= report["drafted"] <= 4 * report["iterations"]
     assert report["stats"]["num_draft_tokens"] == report["drafted"]

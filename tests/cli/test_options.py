@@ -120,10 +120,10 @@ def test_short_forms_minus_one_and_a_context_of_zero_tokens() -> None:
     plain, exact = (answer(*fixed, *more)["exact"] for more in ((), ("--exact",)))
     assert (plain, exact) == (False, True)
     assert "no such option: --exact" in said_by("models", "list", "--exact").lower()
-    arguments = ("speculate", "Once", *SHORT, "--temp", "1.5")  # -1: a random seed, no limit
-    seeds = {answer(*arguments, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
+    free = ("speculate", "Once", *SHORT, "--temp", "1.5")  # -1: a random seed, no limit
+    seeds = {answer(*free, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
     assert len(seeds) == 2 and -1 not in seeds
-    limited = answer(*arguments, "-n", "-1", "-s", "1", *ENDLESS)
+    limited = answer(*free, "-n", "-1", "-s", "1", *ENDLESS)
     assert limited["finish_reason"] == "capacity"
     with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
         n_ctx = int(model.metadata["llama.context_length"])

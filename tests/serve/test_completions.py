@@ -42,11 +42,11 @@ def test_text_is_the_librarys_own_for_texts_and_tokens_one_or_many(
         params = lb.SamplingParams(temperature=0.8, seed=42)
         with lb.Branch.start(beside, text, sampling=params) as branch:
             alone.append("".join(token.text for token in branch.generate(20)))
-    prompts: list[Any] = [texts, ids, [ids[0], texts[1]], texts[0], ids[0]]
-    for prompt in prompts:
+    prompts: list[Any] = [(texts, 2), (ids, 2), ([ids[0], texts[1]], 2), (texts[0], 1), (ids[0], 1)]
+    for prompt, n in prompts:
         answers = choices(api, prompt=prompt, max_tokens=20, **WARM)
-        assert [choice["text"] for choice in answers] == alone[: len(answers)]
-        assert [choice["index"] for choice in answers] == [0, 1][: len(answers)]
+        assert [choice["text"] for choice in answers] == alone[:n]
+        assert [choice["index"] for choice in answers] == [*range(n)]
         assert {choice["finish_reason"] for choice in answers} == {"length"}
     mixed = [*ids[0], " there was a king"]
     assert choices(api, prompt=mixed, max_tokens=2, **WARM)[0]["text"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from engine_runs import heard, write_tiny
+from tracing import Place, Tracer
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
@@ -27,7 +28,6 @@ PACKAGE = Path(lb.__file__).parent
 WARM = SamplingParams(temperature=0.8)
 NO_END = WARM.replace(logit_bias={1: -math.inf})  # it never draws the EOG token
 TALE = "Once upon a time there was a king"
-Place = tuple[str, int]  # file, line
 Seen = dict[tuple[str, int], tuple[list[int], str, str, int]]
 MOST_STEPS = 400
 
@@ -67,31 +67,9 @@ def small_ctx(model: lb.Model, request: pytest.FixtureRequest) -> Iterator[Conte
         context.audit()
 
 
-class Interrupter:
-    """Does ``act`` once, when a step reaches line ``target``; notes which lines it passes."""
-
-    def __init__(self, files: Path, act: Callable[[], None], target: Place | None = None) -> None:
-        self.files = str(files)
-        self.act = act
-        self.target = target
-        self.passed: dict[Place, None] = {}
-        self.done = False
-
-    def __call__(self, frame: FrameType, event: str, _arg: object) -> Interrupter | None:
-        if self.done or not frame.f_code.co_filename.startswith(self.files):
-            return None
-        if event == "line":
-            place = frame.f_code.co_filename, frame.f_lineno
-            self.passed[place] = None
-            if place == self.target and not self.done:
-                self.done = True
-                self.act()
-        return self
-
-
 def outcome(
     ctx: Context,
-    interrupter: Interrupter | None,
+    interrupter: Tracer | None,
     error: type[BaseException],
     drafter: lb.Drafter | None = None,
 ) -> Seen:
@@ -141,7 +119,7 @@ def outcome(
 
 def places(ctx: Context, files: Path) -> tuple[list[Place], Seen]:
     """Return all lines under ``files`` that the steps pass, and the results."""
-    recorder = Interrupter(files, lambda: None, ("", 0))
+    recorder = Tracer(files, lambda: None, ("", 0))
     expected = outcome(ctx, recorder, KeyboardInterrupt)
     assert len(expected) == len(REQUESTS) + 1
     return list(recorder.passed), expected
@@ -157,7 +135,7 @@ def failures(
     handler = signal.getsignal(signal.SIGINT)
     for file, line in passed[::every]:
         where = f"{Path(file).relative_to(PACKAGE)}:{line}"
-        interrupter = Interrupter(files, act, (file, line))
+        interrupter = Tracer(files, act, (file, line))
         try:
             seen = outcome(ctx, interrupter, error)
             if seen != expected:

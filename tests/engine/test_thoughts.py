@@ -346,36 +346,3 @@ def test_tags_that_are_control_tokens_have_no_text_in_the_thought(toy: Model) ->
     for token in (*toy.tokenize("ab", add_special=False), 0):
         buffer.add(Produced(token, toy.detokenize([token]), False, 0.0, 0.0))
     assert buffer.ended == ("ab", 3, [])
-
-
-# -- answers that are continued ----------------------------------------------------------------------
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("begun", "written", "content", "cities"),
-    [
-        ('{"name": "weather", ', '"arguments": {"city": "Oslo"}}', "", ["Oslo"]),
-        ('```json\n{"name": "wea', 'ther", "arguments": {"city": "Rome"}}\n```', "", ["Rome"]),
-        ("The weather", " is fine.", " is fine.", []),
-    ],
-)
-def test_an_answer_that_is_continued_may_begin_with_half_a_call(
-    ctx: Context, begun: str, written: str, content: str, cities: list[str]
-) -> None:
-    messages = [*ASKED, {"role": "assistant", "content": begun}]
-    result = ctx.chat(messages, tools=[TOOL], max_tokens=1, seed=1, thinking=False)
-    result.text = result.written = written
-    turn = result.turn
-    arguments: list[Any] = [call.arguments for call in turn.calls]
-    assert (turn.content, [call_arguments["city"] for call_arguments in arguments]) == (
-        content,
-        cities,
-    )

@@ -2,20 +2,18 @@
 
 As a program this file reads names of cases, one per line, and answers with their records in JSON.
 llama.cpp and the model files are those of the tests. The package, the table and its reader are in
-v0_1.zip: they are from one commit of git's history, without the bundled models, which have not changed
-since.
+v0_1.zip: they are from commit 50f8f7e9 of git's history, without the bundled models, which have not
+changed since.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,24 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .record import CaseRecord, Words
 
-ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).with_name("v0_1.zip")
 VERSION = "0.1.0"
-COMMIT = "50f8f7e9fdbec613c02b29efa0592312ce845392"  # of the record; the package is version 0.1.0
-
-
-def archived() -> dict[str, bytes]:
-    """Return the files that the archive must have, by name, read from git."""
-    taken = ("llamabranch", "tests/digests", "tests/toys.py", "LICENSE")
-    git = ["git", "archive", "--format=tar", COMMIT, *taken]
-    tar = subprocess.run(git, cwd=ROOT, capture_output=True, check=True).stdout
-    files = {}
-    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
-        for entry in archive:
-            file = archive.extractfile(entry) if entry.isfile() else None
-            if file is not None and not entry.name.endswith((".gguf", ".json")):
-                files[entry.name.removeprefix("tests/")] = file.read()
-    return files
 
 
 class Older:

@@ -113,31 +113,20 @@ def test_tokens_that_end_a_text(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, lb.SuffixDrafter()], ids=["plain", "drafted"])
-def test_texts_have_at_least_so_many_tokens(ctx: Context, drafter: lb.Drafter | None) -> None:
-    prompt = ctx.model.prompt_tokens("Once upon a time")
-    eog, n = ctx.model.eog_tokens, 9
-    params = {bias: WARM.replace(logit_bias=dict.fromkeys(eog, bias)) for bias in (-1e9, 1e9)}
-    never = one(ctx, Request(prompt, sampling=params[-1e9], max_tokens=20))
-    assert not one(ctx, Request(prompt, sampling=params[1e9], max_tokens=20)).tokens
-    result = one(ctx, Request(prompt, sampling=params[1e9], max_tokens=20, min_tokens=n), drafter)
-    assert (result.tokens, result.finish_reason) == (never.tokens[:n], "stop")
-    assert (
-        one(ctx, Request(prompt, sampling=params[1e9], max_tokens=4, min_tokens=n)).tokens
-        == (never.tokens[:4])
-    )
-    stopped = one(
-        ctx, Request(prompt, sampling=WARM, max_tokens=40, min_tokens=n, stop=" "), drafter
-    )
-    assert len(stopped.tokens) > n and stopped.stop_reason == " "
+def test_nothing_ends_a_text_before_its_least_length(
+    ctx: Context, drafter: lb.Drafter | None
+) -> None:
+    """EOG tokens neither: they are in the law of `test_engine_machine`."""
+    least = Request("Once upon a time", sampling=WARM, max_tokens=40, min_tokens=9)
+    stopped = one(ctx, replace(least, stop=" "), drafter)
+    assert len(stopped.tokens) > 9 and stopped.stop_reason == " "
     end = stopped.tokens[2]
-    request = Request(prompt, sampling=WARM, max_tokens=40, min_tokens=n, stop_tokens=[end])
-    assert end not in one(ctx, request, drafter).tokens[:n]
-    both = Request(prompt, min_tokens=n, max_tokens=20, n=2, sampling=params[1e9])
-    assert [len(result.tokens) for result in Engine(ctx, drafter).generate(both)] == [n, n]
-    with pytest.raises(ConfigError, match="min_tokens"):
-        Request(prompt, min_tokens=1, grammar=SCHEMA)
-    with pytest.raises(ConfigError, match="min_tokens"):
-        Request(prompt, min_tokens=1, constraint=lambda text: True)
+    assert end not in one(ctx, replace(least, stop_tokens=[end]), drafter).tokens[:9]
+    for other in ({"grammar": SCHEMA}, {"constraint": lambda text: True}):
+        with pytest.raises(ConfigError, match="min_tokens"):
+            replace(least, **other)
+    ends = WARM.replace(logit_bias=dict.fromkeys(ctx.model.eog_tokens, 1e9))
+    assert len(one(ctx, replace(least, sampling=ends), drafter).tokens) == 9
 
 
 def test_steps_are_the_events_of_generate_in_lists(ctx: Context) -> None:

@@ -563,25 +563,6 @@ def test_value_that_the_type_refuses_ends_no_batch(ctx: Context) -> None:
         lb.Grammar.from_json_schema({}).parse("[" * 100_000)
 
 
-def test_no_more_texts_run_than_in_parallel_and_they_are_the_same(
-    ctx: Context, other_ctx: Context
-) -> None:
-    requests = [Request(f"The wolf number {i}", max_tokens=30, sampling=WARM) for i in range(7)]
-    expected = [result.tokens for result in Engine(ctx).generate(requests)]
-    limited, most = Engine(other_ctx, parallel=5), 0
-    names = [limited.add_request(request) for request in requests]
-    found: dict[str, list[int]] = {}
-    while limited.has_unfinished():
-        events = limited.step()
-        most = max(most, len({event.id for event in events}))
-        found |= {event.id: event.result.tokens for event in events if event.result is not None}
-    assert [found[name] for name in names] == expected
-    assert most == 5
-    assert other_ctx.usage().cells_used == 0
-    with pytest.raises(ConfigError, match="parallel"):
-        Engine(ctx, parallel=0)
-
-
 # -- engines that open a model -----------------------------------------------------------------------
 
 
@@ -627,7 +608,7 @@ def test_engine_keeps_one_cache_where_a_model_drafts_or_memory_cannot_be_divided
 
 
 def test_engine_that_cannot_open_leaves_nothing_open(
-    target: lb.Model, monkeypatch: pytest.MonkeyPatch
+    target: lb.Model, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[lb.Model] = []
 
@@ -637,8 +618,10 @@ def test_engine_that_cannot_open_leaves_nothing_open(
             opened.append(self)
 
     monkeypatch.setattr("llamabranch.engine.engine.Model", Watched)
-    for source, parallel, words in ((target.path, 0, "parallel"), (target.path, 1000, "parallel"),
-                                    ("no-such-model", 1, "no-such-model")):  # fmt: skip
+    for source, parallel, words in (
+        (target.path, 0, "parallel"), (target.path, 1000, "parallel"), (ctx, 0, "parallel"),
+        ("no-such-model", 1, "no-such-model"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             Engine(source, parallel=parallel)
     assert [model.closed for model in opened] == [True, True]

@@ -1,10 +1,12 @@
 """Any interleaving of add, abort, step, preemption, eviction and compaction.
 
-Each text equals that of its request alone, to the token, and at the end nothing is left.
+Each text equals that of its request alone, to the token, and so do the scores of its prompt. At the end
+nothing is left.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Event, Request, SamplingParams
+from llamabranch.context.logits import TokenScore
 from llamabranch.errors import CapacityError, DecodeInterruptedError
 
 N_CELLS = 256
@@ -31,6 +34,17 @@ OPTIONS: tuple[dict[str, Any], dict[str, Any]] = (
     {"exact": False, "kv_type": "f32", "flash_attention": False},
 )
 GRAMMAR = "root ::= [^\\x00] root?"
+
+
+def no_letters(text: str) -> bool:
+    """Return whether a text has no small letters, about every tenth character of these models."""
+    return not any(map(str.islower, text))
+
+
+RULES: tuple[dict[str, Any], ...] = (  # that a text follows
+    {}, {"grammar": GRAMMAR}, {"grammar": GRAMMAR}, {"constraint": no_letters},
+    {"min_tokens": 20},
+)  # fmt: skip
 STEMS = [[2 + (7 * i + 3 * k) % 200 for i in range(90)] for k in range(3)]
 
 
@@ -49,12 +63,23 @@ class World:
 
     def alone(self, request: Request, seed: int) -> list[int]:
         params = (request.sampling or SAMPLINGS[0]).replace(seed=seed)
-        key = repr((request.prompt, request.max_tokens, params, request.grammar is None))
+        prompt, grammar, constraint = request.prompt, request.grammar, request.constraint
+        n, least = request.max_tokens or 0, request.min_tokens
+        key = repr((prompt, n, least, params, grammar is None, constraint is None))
         if key not in self.known:
-            prompt, grammar = request.prompt, request.grammar
             with Branch.start(self.clean, prompt, sampling=params, grammar=grammar) as branch:
-                self.known[key] = [t.token for t in branch.generate(request.max_tokens)]
+                if least:
+                    ends = dict.fromkeys(self.model.eog_tokens, -math.inf)
+                    branch.resample(params.replace(logit_bias=ends))
+                    branch.generate(min(n, least)).finish()
+                    branch.resample(params)
+                branch.generate(max(0, n - least), constraint=constraint).finish()
+                self.known[key] = branch.generated
         return self.known[key]
+
+    def scores(self, prompt: Any) -> list[TokenScore | None]:
+        with Branch.start(self.clean, prompt[:1]) as branch:
+            return [None, *branch.score(prompt[1:], top=1)] if prompt[1:] else [None]
 
 
 class Run:
@@ -69,7 +94,9 @@ class Run:
             n_threads=1, **OPTIONS[world.window], prefix_cache=world.cached, kv_unified=world.unified,
         )  # fmt: skip
         drafter = None if world.drafting is None else lb.ModelDrafter(world.drafting)
-        self.engine = Engine(self.ctx, drafter, lb.SpeculativeConfig(draft_k=2), seed=5, wait_s=0)
+        self.most = 4 if seed % 5 else 2
+        config = lb.SpeculativeConfig(draft_k=2)
+        self.engine = Engine(self.ctx, drafter, config, seed=5, wait_s=0, parallel=self.most)
         self.requests: dict[str, Request] = {}
         self.emitted: dict[tuple[str, int], list[int]] = {}
         self.ended: set[tuple[str, int]] = set()
@@ -92,6 +119,9 @@ class Run:
             expected = self.world.alone(request, result.seed)
             if result.finish_reason in ("stop", "length"):
                 assert result.tokens == expected
+                if request.prompt_logprobs is not None and not self.world.window:
+                    assert result.prompt_logprobs == self.world.scores(request.prompt)
+                    self.tally["rated"] += 1
             else:
                 assert result.finish_reason in ("cancelled", "capacity"), result
                 if result.finish_reason == "capacity":
@@ -104,10 +134,13 @@ class Run:
         draw = self.draw
         stem, a = STEMS[draw(0, 2)], draw(0, 99)
         prompt = stem[: draw(1, 90)] + [2 + (a * 31 + i) % 200 for i in range(draw(0, 20))]
+        sampling, rule = SAMPLINGS[draw(0, 2)], RULES[draw(0, 4)]
+        if "min_tokens" in rule:  # it ends as soon as it may
+            ends = dict.fromkeys(self.ctx.model.eog_tokens, 1e9)
+            sampling = sampling.replace(logit_bias=ends)
         request = Request(
-            prompt, max_tokens=draw(0, 40), sampling=SAMPLINGS[draw(0, 2)], n=(1, 1, 1, 3)[draw(0, 3)],
-            priority=draw(0, 2), grammar=GRAMMAR if draw(0, 1) else None,
-            prompt_logprobs=None if draw(0, 3) else 1,
+            prompt, max_tokens=draw(0, 90), sampling=sampling, n=(1, 1, 1, 3)[draw(0, 3)],
+            priority=draw(0, 2), prompt_logprobs=None if draw(0, 3) else 1, **rule,
         )  # fmt: skip
         self.requests[self.engine.add_request(request)] = request
 
@@ -117,7 +150,11 @@ class Run:
 
     def one_step(self) -> None:
         try:
-            self.hear(self.engine.step())
+            events = self.engine.step()
+            running = {(event.id, event.sample) for event in events if event.emitted is not None}
+            assert len(running) <= self.most
+            self.tally["in parallel"] += len(running) == self.most
+            self.hear(events)
         except DecodeInterruptedError:  # reported after the events of the interrupted step
             self.tally["interrupted"] += 1
 
@@ -219,7 +256,8 @@ def test_every_text_is_that_of_its_request_alone(which: str, tmp_path: Path) -> 
                 for _ in range(N_STEPS):
                     run.act()
                 run.finish()
-    expected = {"length", "cancelled", "interrupted", "compacted"}
+    expected = {"length", "cancelled", "interrupted", "compacted", "in parallel"}
+    expected |= set() if window else {"rated"}
     if which in ("plain", "cached"):
         expected |= {"preempted", "full", "capacity"}
     assert expected <= {name for name, n in tally.items() if n}, tally

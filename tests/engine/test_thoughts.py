@@ -51,10 +51,6 @@ def ctx(thinker: Model) -> Iterator[Context]:
     yield from opened(thinker, exact=True)
 
 
-def no_e(text: str) -> bool:
-    return "e" not in text.lower()
-
-
 def after(ctx: Context, result: lb.Result, prompt: Sequence[int], **settings: Any) -> str:
     """Return the text that follows the thought of a result, generated alone."""
     tokens = [*prompt, *result.tokens[: result.n_thought_tokens]]
@@ -163,32 +159,6 @@ def test_a_shared_thought_is_decoded_once(ctx: Context) -> None:
             ctx.chat(ASKED, thinking=64, max_tokens=80, seed=1, n=4, share=share, drafter=None)
         totals.append(sum(counts))
     assert totals[1] < totals[0] / 2
-
-
-def test_preempted_texts_are_the_same_whatever_they_are_asked_for(thinker: Model) -> None:
-    """With a thought, a constraint or a least length."""
-    prompt, thinking = plan_thinking(thinker, thinker.chat_tokens(ASKED), 60)
-    warm = lb.SamplingParams(temperature=0.8)
-    endless, ending = (
-        warm.replace(logit_bias=dict.fromkeys(thinker.eog_tokens, bias)) for bias in (-1e9, 1e9)
-    )
-    kinds: dict[str, dict[str, Any]] = {
-        "thought": {"thinking": thinking, "max_tokens": 120, "sampling": warm},
-        "constraint": {"constraint": no_e, "max_tokens": 70, "sampling": endless},
-        "least length": {"min_tokens": 50, "max_tokens": 60, "sampling": ending},
-    }
-    results: dict[str, list[list[lb.Result]]] = {name: [] for name in kinds}
-    for n_ctx, n_seq_max in ((2048, 8), (256, 6)):
-        with Context(thinker, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, exact=True) as ctx:
-            for name, options in kinds.items():
-                request = Request(prompt, n=8, **options)
-                results[name].append(Engine(ctx, seed=1).generate([request]))
-    for wide, narrow in results.values():
-        assert [(r.tokens, r.thought) for r in narrow] == [(r.tokens, r.thought) for r in wide]
-        assert narrow[0].num_preemptions == 0  # the oldest text is never preempted
-        assert any(r.num_preemptions for r in narrow) and not any(r.num_preemptions for r in wide)
-    assert all(no_e(r.text) and len(r.tokens) == 70 for r in results["constraint"][0])
-    assert all(len(r.tokens) == 50 for r in results["least length"][0])
 
 
 def test_a_thought_that_ends_by_itself(ctx: Context) -> None:

@@ -72,7 +72,6 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "Same text: yes", r"by position in the draft: [\d.]+(, [\d.]+){3}\n",
         r"c = \d+\.\d\d target steps, verifying a draft v = \d+\.\d\d",
     ),
-    "puzzle": ("The number of the lock is 7203",),
     "session": (r"\AThe old king had three sons\.", "the same tokens every time: yes"),
     "speculative": (r"\AThe quick brown fox",),
     "speculative_kv": (r"\AThe quick brown fox",),

@@ -165,16 +165,12 @@ def test_ctrl_c_ends_an_answer_and_not_the_program() -> None:
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    run(*OPTIONS, "-n", "90", *ENDLESS, stdin=f"Tell of a king.\n/save {kept}")
-    (before,) = saved_in(kept)["exchanges"]
+    (before,) = said(kept, *OPTIONS, "-n", "90", *ENDLESS, stdin="Tell of a king.")["exchanges"]
     with terminal(*OPTIONS, "--load", str(kept)) as chat:
         end = chat.seen.split("> Tell of a king.")[1].split("branch 1, after: Tell of a king.")[0]
         assert end.split() == before["answer"].split()
-        chat.say("/set temperature 0.5", "temperature: 0.5")
-        chat.say(f"/save {kept}", "saved in")
         chat.ready()
         chat.type("\x04")
-    assert saved_in(kept)["sampling"]["temperature"] == 0.5
 
 
 def test_a_pipe_gets_the_answers_alone() -> None:

@@ -6,9 +6,8 @@ import os
 import subprocess
 from dataclasses import replace
 
-import commands
 import pytest
-from typer.testing import Result
+from commands import COMMAND, run
 
 import llamabranch as lb
 from llamabranch.bench.machine import Machine
@@ -25,13 +24,9 @@ MACHINE = Machine(
 )
 
 
-def run(*arguments: str) -> Result:
-    return commands.run("doctor", *arguments)
-
-
 def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    result = run()
+    result = run("doctor")
     assert result.exit_code == 0, result.output
     labels = "llamabranch system variables processor threads advice"
     assert all(f"{label}: " in result.stdout for label in labels.split())
@@ -46,7 +41,7 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
 def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:
     def without(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*commands.COMMAND, *arguments], env={**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"},
+            [*COMMAND, *arguments], env={**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"},
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
 
@@ -76,7 +71,7 @@ def test_a_check_that_raises_has_failed(of_results: bool, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(lb.Engine, "generate", failing if of_results else refused)
     monkeypatch.setattr(lb.Context, "audit", refused)
-    result = run()
+    result = run("doctor")
     assert result.exit_code == 1
     for name in ("four texts in one batch", "speculative decoding", "the cache's accounting"):
         assert f"FAIL  {name}: DecodeError: no" in result.stdout

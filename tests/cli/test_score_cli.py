@@ -5,26 +5,16 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
-import commands
 import pytest
-from typer.testing import Result
+from commands import answer, run
 
 import llamabranch as lb
 
 
-def run(*arguments: object) -> Result:
-    return commands.run("score", *arguments)
-
-
-def answer(*arguments: object) -> dict[str, Any]:
-    return commands.answer("score", *arguments)
-
-
 def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
     text = "Once upon a time there was a king."
-    (record,) = answer(text, "--exact")["scores"]
+    (record,) = answer("score", text, "--exact")["scores"]
     tokens = ctx.tokenize(text)
     with lb.Branch.start(ctx, tokens[:1]) as branch:
         expected = branch.score(tokens[1:])
@@ -36,7 +26,7 @@ def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
     total = math.fsum(score.logprob for score in expected)
     assert record["logprob"] == pytest.approx(total)
     assert record["perplexity"] == pytest.approx(math.exp(-total / len(expected)))
-    lines = run(text).stdout.splitlines()
+    lines = run("score", text).stdout.splitlines()
     assert lines[0].split() == ["token", "text", "logprob", "rank", "entropy"]
     assert lines.index("") == len(tokens)
 
@@ -46,21 +36,21 @@ def test_a_file_has_the_perplexity_of_the_library_and_a_model_no_divergence_from
 ) -> None:
     path, text = tmp_path / "text.txt", "The wolf said that the king was not at home. " * 16
     path.write_text(text + "\n", encoding="utf-8")
-    found = answer("-f", path, "-c", "64")["perplexity"]
+    found = answer("score", "-f", path, "-c", "64")["perplexity"]
     with lb.load(n_ctx=64, n_threads=1) as ctx:
         expected = lb.eval.perplexity(ctx, text, 64)
     assert found["value"] == pytest.approx(expected.value, rel=1e-3)
-    shown = run("-f", path, "-c", "64").stdout
+    shown = run("score", "-f", path, "-c", "64").stdout
     assert re.search(r"perplexity +\d+\.\d+ ± \d", shown)
-    same = answer("-f", path, "-c", "64", "--against", "tale-target")
+    same = answer("score", "-f", path, "-c", "64", "--against", "tale-target")
     assert same["kl_divergence"]["value"] == pytest.approx(0, abs=1e-6)
     assert same["same_most_probable_token"]["value"] == 1
-    other = answer("-f", path, "-c", "64", "--against", "tale-draft")
+    other = answer("score", "-f", path, "-c", "64", "--against", "tale-draft")
     assert other["kl_divergence"]["value"] > 0 and other["against"] == "tale-draft"
 
 
 def test_a_text_of_one_token_says_why_it_has_no_figures() -> None:
-    shown = run(" the").stdout
+    shown = run("score", " the").stdout
     assert "'the' is a single token" in shown
-    assert run(" the", "Once upon").stdout.count("single token") == 1
-    assert answer(" the")["scores"][0]["n_tokens"] == 0
+    assert run("score", " the", "Once upon").stdout.count("single token") == 1
+    assert answer("score", " the")["scores"][0]["n_tokens"] == 0

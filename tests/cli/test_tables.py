@@ -38,15 +38,6 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert seen, "the command printed no table"
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files with long names in the working folder: a target, and a draft for it."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(DATA / "tale-target-q8_0.gguf", FILE)
-    shutil.copy(DATA / "tale-draft-q8_0.gguf", FILE.replace("1.5B", "0.5B"))
-    Path("text.txt").write_text("Once upon a time there was a king. He had three sons.\n" * 12)
-
-
 COMMANDS = [
     f"models show {FILE}",
     "models",
@@ -57,7 +48,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_table_breaks_a_word_at_80_columns(command: str, models: None, words: list[str]) -> None:
+def test_no_table_breaks_a_word_at_80_columns(
+    command: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(DATA / "tale-target-q8_0.gguf", FILE)
     result = run(*command.split(), stdin="/help\n/set\n", **TERMINAL)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()

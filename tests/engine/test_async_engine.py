@@ -65,43 +65,34 @@ def no_thread_is_left() -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name == "AsyncEngine" and t.is_alive()]
 
 
-def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
-    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS * 5]
-    all_events: list[list[Event]] = []
-
-    ticks = [0]
-
-    async def tick() -> None:  # the event loop is free meanwhile
-        while len(all_events) < len(requests):
-            ticks[0] += 1
-            await asyncio.sleep(0)
-
-    async def job(engine: AsyncEngine) -> None:
-        ticking = asyncio.ensure_future(tick())
-        all_events.extend(await asyncio.gather(*(collect(engine, r) for r in requests)))
-        await ticking
-
-    engine = serve(ctx, job)
-    assert ticks[0] > 20
-    assert engine.stats.target_forward_passes < 12 * len(requests) / 2
-    for request, events in zip(requests, all_events, strict=True):
-        assert len(heard(events)) == 1
-        check_alone(other_ctx, request, last(events))
-
-
-def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Context) -> None:
-    """Its text waits unread while more requests than sequences come and go."""
+def test_many_tasks_share_the_engine_and_a_slow_reader_holds_up_nobody(
+    ctx: Context, other_ctx: Context
+) -> None:
+    """A text waits unread while more requests than sequences come and go; the event loop is free."""
     slow = Request("A king", id="slow", max_tokens=60, sampling=WARM, n=8)
-    others = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS * 3]
+    endless = WARM.replace(logit_bias={0: -1e9})
+    requests = [Request(p, max_tokens=12, sampling=endless) for p in PROMPTS * 5]
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
 
     async def job(engine: AsyncEngine) -> None:
         events = engine.generate(slow)
         seen = [await anext(events)]
-        for other_events in await asyncio.gather(*(collect(engine, r) for r in others)):
-            request = next(r for r in others if r.prompt == last(other_events).prompt)
-            check_alone(other_ctx, request, last(other_events))
-        n_before = engine.stats.generated_tokens
-        assert n_before == sum(20 for _ in others)  # no text of the slow one has ended
+        ticking = asyncio.ensure_future(tick())
+        all_events = await asyncio.gather(*(collect(engine, r) for r in requests))
+        ticking.cancel()
+        assert ticks > 20
+        # No text of the slow one has ended.
+        assert engine.stats.generated_tokens == 12 * len(requests)
+        assert engine.stats.target_forward_passes < 12 * len(requests) / 2
+        for request, its_events in zip(requests, all_events, strict=True):
+            assert len(heard(its_events)) == 1
+            check_alone(other_ctx, request, last(its_events))
         texts = heard(seen + [event async for event in events])
         assert len(texts) == 8
         for said in texts.values():

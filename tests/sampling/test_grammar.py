@@ -32,6 +32,7 @@ GBNF: list[tuple[str, str]] = [
     ("root ::= (", "line 1, column 11: expected '\\)', found the end"),
     ("root ::= [a])", "line 1, column 13: expected a new line or the end, found '\\)'"),
     ("root ::= a\na ::= b\n", "the rule 'b' is not defined"),
+    ('root ::= b\nroot ::= "a"', "the rule 'b' is not defined"),
     ("start ::= [a]", "no rule 'root'"),
     ("# nothing\n", "no rule"),
     ('root ::= "a', "line 1, column 10: the string does not end"),

@@ -15,7 +15,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SamplingParams
-from llamabranch.errors import BranchStateError, ConfigError, GrammarError
+from llamabranch.errors import BranchStateError, ConfigError
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import MIXTURE, uniform
 
@@ -388,25 +388,7 @@ def test_values_out_of_range_are_refused(name: str) -> None:
             assert not is_text or "an id of tokenize)" in str(caught.value)
 
 
-# -- grammars --------------------------------------------------------------------------------------
-
-
-def test_token_that_the_grammar_forbids_is_refused_and_changes_nothing(toy: lb.Model) -> None:
-    sampler = Sampler(toy, SamplingParams(**OFF, presence_penalty=3.0), Grammar('root ::= "ab"'))
-    a, b, z, end = [*(toy.tokenize(letter, add_special=False)[0] for letter in "abz"), 1]
-    row = _rows(toy.n_vocab)[2]
-    for allowed in (a, b, end):
-        before = sampler.distribution(row)
-        assert before.ids.tolist() == [allowed]
-        for token in {a, b, z, end} - {allowed}:
-            assert not sampler.allows(token)
-            with pytest.raises(GrammarError, match="does not allow"):
-                sampler.accept(token)
-        assert np.array_equal(before.logprobs, sampler.distribution(row).logprobs)
-        sampler.accept(allowed)
-    assert not sampler.allows(end)
-    with pytest.raises(GrammarError, match="complete"):
-        sampler.distribution(row)
+# -- without log-probabilities ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

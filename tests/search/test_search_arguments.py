@@ -126,17 +126,6 @@ def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Mod
         assert ctx.decoder.n_decodes == before
 
 
-def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
-    class Other(lb.SuffixDrafter):
-        def check(self, target: lb.Model) -> None:
-            raise lb.errors.VocabularyMismatchError("another vocabulary")
-
-    before = shared_branch.ctx.decoder.n_decodes
-    with pytest.raises(lb.errors.VocabularyMismatchError):
-        search.best_of_n(shared_branch, 2, drafter=Other())
-    assert shared_branch.ctx.decoder.n_decodes == before
-
-
 def test_arguments_that_exclude_each_other(shared_branch: Branch) -> None:
     with pytest.raises(ConfigError, match="score or reward"):
         search.best_of_n(shared_branch, 2, score="sum", reward=len)

@@ -1,17 +1,129 @@
-"""What drafters that copy and chains propose. `test_drafted_text` tests their texts."""
+"""The token index compared with brute force; what copies and chains propose.
+
+`test_drafted_text` tests the texts.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from llamabranch import Branch, Context, Model
 from llamabranch.errors import SequencesExhaustedError
-from llamabranch.generation.drafter import DraftLength, FixedLength, NullState
-from llamabranch.speculative import Draft, Drafter, DraftState, ModelDrafter, Text
+from llamabranch.generation.drafter import FixedLength
+from llamabranch.speculative import Draft, DraftState, ModelDrafter
 from llamabranch.speculative.combined import ChainDrafter
-from llamabranch.speculative.copying import SuffixDrafter
+from llamabranch.speculative.copying import Match, SuffixDrafter, TokenIndex, doubling
+
+FEW = (0, 1, 1 << 8)  # the bytes of a 0 are there between a 1 and a 256, too
+
+
+def chunk(source: random.Random, most: int = 20, alphabet: Sequence[int] = FEW) -> list[int]:
+    """Return a few random tokens with few values, so that there are many repeats and long matches."""
+    return [source.choice(alphabet) for _ in range(source.randint(0, most))]
+
+
+def common_suffix(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
+        n += 1
+    return n
+
+
+def brute_longest(tokens: Sequence[int], shortest: int, longest: int) -> tuple[int, list[int]]:
+    """Return the longest match and where it is followed, the newest place first."""
+    lengths = {n: min(common_suffix(tokens[:n], tokens), longest) for n in range(1, len(tokens))}
+    best = max(lengths.values(), default=0)
+    if best < shortest:
+        return 0, []
+    return best, [n for n in sorted(lengths, reverse=True) if lengths[n] == best]
+
+
+def assert_same(index: TokenIndex, tokens: list[int], shortest: int, longest: int) -> None:
+    assert list(index.tokens) == tokens
+    best, places = brute_longest(tokens, shortest, longest)
+    match = index.longest(1000)
+    if not best:
+        assert match is None
+        return
+    assert match is not None
+    assert match.length == best
+    assert match.places == places
+    few = index.longest(2)  # the newest place after the longest indexed n-gram
+    assert few is not None
+    assert shortest <= few.length <= best
+    assert 1 <= len(few.places) <= 2
+    if few.length == best:
+        assert {*few.places} <= {*places}
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3), (2, 3, 4), (2, 4, 8, 16), (1,), (3,), (1, 2, 3, 6)])
+def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -> None:
+    """Indexes that grow, shrink and fork, each beside a plain list."""
+    for seed in range(20):
+        source = random.Random(seed)
+        texts: list[tuple[TokenIndex, list[int]]] = [(TokenIndex(lengths), [])]
+        for _ in range(25):
+            index, known = source.choice(texts)
+            deed = source.choice(["extend", "extend", "rewind", "fork"])
+            if deed == "extend":
+                added = chunk(source)
+                index.extend(added)
+                known += added
+            elif deed == "rewind":
+                n = source.randint(0, len(known))
+                index.rewind(n)
+                del known[n:]
+            else:
+                texts.append((index.fork(), list(known)))
+            for pair in (*texts[-2:], texts[0], (index, known)):
+                assert_same(*pair, lengths[0], lengths[-1])
+        if lengths == (1, 2, 3):  # without gaps between the lengths, fewer places are the newest
+            for most in (1, 2, 3):
+                few, every = index.longest(most), index.longest(1000)
+                if every is None:
+                    assert few is None
+                else:
+                    assert few == Match(every.length, every.places[:most])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected", "probability"),
+    [
+        ([9, 5, 9, 6, 9, 5, 9, 7, 9], [5], 2 / (4 + 1)),  # the most frequent one
+        ([9, 5, 9, 6, 9], [6], 1 / (2 + 1)),  # the newest place decides a tie
+        ([8, 9, 1, 2, 9, 1, 2, 9], [1, 2, 9, 1, 2, 9, 1, 2], 2 / (2 + 1)),  # a loop is continued
+    ],
+)
+def test_what_follows_is_guessed(
+    tokens: list[int], expected: list[int], probability: float
+) -> None:
+    index = TokenIndex((1,), tokens)
+    match = index.longest(100)
+    assert match is not None
+    guess = match.follow(index.tokens, len(expected), 0.0)
+    assert guess.tokens == expected
+    assert guess.probabilities[0] == probability
+
+
+def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
+    tokens = [9, 1, 2]
+    match = Match(1, [1])
+    reach = [1 / 2, 1 / 2 * 2 / 3]
+    assert match.follow(tokens, 9, reach[0]).tokens == [1]
+    assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]
+    assert match.follow(tokens, 9, 0.51).tokens == []
+    assert doubling(3, 16) == (3, 6, 12, 16) and doubling(5, 5) == (5,)
+    probabilities = [
+        Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)
+    ]
+    assert probabilities == sorted(probabilities)
+    assert probabilities[0] == 0.5
+
+
+# -- the drafter -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -47,47 +159,6 @@ def test_what_followed_the_same_tokens_is_proposed(
 
 
 # -- chain -----------------------------------------------------------------------------------------
-
-
-class Script(NullState, Drafter):
-    """A drafter and its own state: it proposes given tokens and remembers what it observes."""
-
-    name = "script"
-
-    def __init__(self, says: Sequence[int]) -> None:
-        self.says = list(says)
-        self.log: list[tuple[str, int]] = []
-
-    def check(self, target: Model) -> None:
-        self.log.append(("check", 0))
-
-    def start(self, target: Text, rule: str) -> DraftState:
-        return self
-
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        self.log.append(("propose", len(tokens)))
-        return Draft(self.says[:limit], seconds=1.0, n_decodes=1)
-
-    def observe(self, n_tokens: int) -> None:
-        self.log.append(("observe", n_tokens))
-
-    def close(self) -> None:
-        self.log.append(("close", 0))
-
-
-def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
-    silent, first, last = Script([]), Script([7]), Script([8])
-    chain = ChainDrafter([silent, first, last])
-    assert chain.name == "script+script+script"
-    chain.check(branch.ctx.model)
-    line = chain.start(branch.sequence, "seeded")
-    draft = propose(line, [5, 6])
-    line.observe(3)
-    line.close()
-    assert draft == Draft([7], seconds=2.0, n_decodes=2)
-    assert silent.log == [("check", 0), ("propose", 2), ("observe", 3), ("close", 0)]
-    assert first.log == silent.log
-    assert last.log == [("check", 0), ("observe", 3), ("close", 0)]
 
 
 def test_model_behind_ngrams_catches_up_in_one_decode(ctx: Context, draft_ctx: Context) -> None:

@@ -195,6 +195,23 @@ def test_a_begun_answer_is_continued_with_a_schema_and_a_long_beginning(path: Pa
         assert result.thought == "" and isinstance(result.parsed, dict)
 
 
+@pytest.mark.parametrize(
+    ("begun", "written", "content", "calls"),
+    [
+        (CALL[:17], CALL[17:], "", [FIND[:2]]),
+        (f"```json\n{CALL[:12]}", f"{CALL[12:]}\n```", "", [FIND[:2]]),
+        ("The weather", " is fine.", " is fine.", []),
+    ],
+)
+def test_a_begun_answer_may_be_half_a_call(
+    ctx: lb.Context, begun: str, written: str, content: str, calls: list[Any]
+) -> None:
+    asked = [*ASKED, {"role": "assistant", "content": begun}]
+    script = Script(ctx.model, written)
+    result = ctx.chat(asked, tools=TOOLS, drafter=None, seed=1, logits_processor=script)
+    assert (result.text, [call[:2] for call in result.tool_calls]) == (content, calls)
+
+
 def test_a_function_is_forced_by_its_name(ctx: lb.Context) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "seed": 1}
     for choice in ("ping", {"type": "function", "function": {"name": "ping"}}):

@@ -3,11 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import toys
 from decodes import hooked
 
 from llamabranch import (
@@ -88,12 +85,6 @@ class Knowing(NullState, Drafter):
     def propose(self, tokens: Sequence[int], length: Any, limit: int) -> Draft:
         """Return the tokens of the function."""
         return Draft(self._drafted(tokens, min(limit, length.limit)))
-
-
-def write_renumbered(draft: Model, folder: Path) -> Path:
-    """Write a model with its tokens in another order; return the path."""
-    order = np.random.default_rng(1).permutation(draft.n_vocab).tolist()
-    return toys.write_permuted(draft.path, folder / "draft.gguf", order)
 
 
 @contextmanager

@@ -526,9 +526,9 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-write_llama, write_gemma3, write_mamba, write_lfm2, write_rwkv7, write_bert, write_eagle3 = (
+write_llama, write_gemma3, write_mamba, write_lfm2, write_bert, write_eagle3 = (
     partial(write_toy, architecture=name)
-    for name in ("llama", "gemma3", "mamba", "lfm2", "rwkv7", "bert", "eagle3")
+    for name in ("llama", "gemma3", "mamba", "lfm2", "bert", "eagle3")
 )
 
 
@@ -581,24 +581,17 @@ def write_broken(path: str | Path, kind: str) -> Path:
     return written
 
 
-def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -> Path:
-    """Write the model of `source` with another numbering of its tokens and return the path.
-
-    Token `order[i]` of the source becomes token `i`: texts and probabilities are the same, ids are not.
-    """
-    new_ids = {old: new for new, old in enumerate(order)}
+def write_renumbered(source: str | Path, path: str | Path) -> Path:
+    """Write the model of `source` with the ids of its tokens in reverse order; return the path."""
 
     def value(name: str, old: Any) -> Any:
         if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
-            return [old[i] for i in order]
-        if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-            return new_ids[old]
-        return old
+            return old[::-1]
+        is_id = name.startswith("tokenizer.ggml.") and name.endswith("_token_id")
+        return n_vocab - 1 - old if is_id else old
 
-    def data(name: str, old: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return old[list(order)] if name in ("token_embd.weight", "output.weight") else old
-
-    return _rewrite(source, path, value, data)
+    n_vocab = len(gguf.GGUFReader(source).fields["tokenizer.ggml.tokens"].contents())
+    return _rewrite(source, path, value, lambda _, old: old)
 
 
 def write_aligned(

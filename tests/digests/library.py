@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -38,16 +39,10 @@ MODELS: dict[str, Path | Callable[[Path], Path]] = {
     "target": DATA / "tale-target-q8_0.gguf",
     "draft": DATA / "tale-draft-q8_0.gguf",
     **{
-        f"{kind}{suffix}": lambda path, write=write, drift=drift: write(  # type: ignore[misc]
-            path, vocab="bytes", seed=2, drift=drift
+        f"{kind}{suffix}": partial(
+            toys.write_toy, architecture=kind, vocab="bytes", seed=2, drift=drift
         )
-        for kind, write in {
-            "llama": toys.write_llama,
-            "gemma3": toys.write_gemma3,
-            "mamba": toys.write_mamba,
-            "rwkv7": toys.write_rwkv7,
-            "lfm2": toys.write_lfm2,
-        }.items()
+        for kind in ("llama", "gemma3", "mamba", "rwkv7", "lfm2")
         for suffix, drift in (("", 0.0), (" draft", 0.3))
     },
 }

@@ -71,41 +71,30 @@ def texts_of(ctx: lb.Context) -> list[tuple[str, str]]:
 
 
 def test_text_and_events_of_a_call_have_only_its_content(ctx: lb.Context) -> None:
+    """From a call, a stream, an asynchronous stream and a chat."""
     for text, content in texts_of(ctx):
-        options: dict[str, Any] = {"tools": TOOLS, "seed": 1, "max_tokens": 400, "drafter": None}
-        options["logits_processor"] = Script(ctx.model, text)
-        result = ctx.chat(ASKED, **options)
-        options["logits_processor"] = Script(ctx.model, text)
-        events = [*ctx.chat(ASKED, **options, stream=True)]
-        streamed = events[-1].result
-        for each in (result, streamed):
+
+        def asked(text: str = text) -> dict[str, Any]:
+            return {"tools": TOOLS, "max_tokens": 400, "logits_processor": Script(ctx.model, text)}
+
+        async def told(asked: Any = asked) -> list[lb.Event]:
+            async with lb.AsyncEngine(ctx) as engine:
+                return [event async for event in engine.chat(ASKED, **asked(), stream=True)]
+
+        result = ctx.chat(ASKED, seed=1, drafter=None, **asked())
+        results: list[lb.Result | None] = [result]
+        for events in (
+            [*ctx.chat(ASKED, seed=1, drafter=None, **asked(), stream=True)], asyncio.run(told())
+        ):  # fmt: skip
+            assert "".join(event.text for event in events) == content
+            results.append(events[-1].result)
+        for each in results:
             assert each is not None and [c[:2] for c in each.tool_calls] == [FIND[:2]], text
             assert (each.text, each.finish_reason) == (content, "tool_calls"), text
-        assert "".join(event.text for event in events) == content
         body: Any = result.to_openai()
         assert body["choices"][0]["finish_reason"] == "tool_calls"
         assert body["choices"][0]["message"]["content"] == (content or None)
-
-
-def test_calls_in_an_asynchronous_stream(ctx: lb.Context) -> None:
-    text, content = texts_of(ctx)[1]
-
-    async def told() -> list[lb.Event]:
-        async with lb.AsyncEngine(ctx) as engine:
-            script = Script(ctx.model, text)
-            asked = {"tools": TOOLS, "max_tokens": 400, "logits_processor": script}
-            return [event async for event in engine.chat(ASKED, **asked, stream=True)]  # type: ignore[call-overload]
-
-    events = asyncio.run(told())
-    result = events[-1].result
-    assert result is not None and "".join(event.text for event in events) == content
-    assert (result.text, result.finish_reason) == (content, "tool_calls")
-
-
-def test_calls_in_a_chat(ctx: lb.Context) -> None:
-    for text, content in texts_of(ctx):
-        script = Script(ctx.model, text)
-        with lb.Chat(ctx, None, tools=TOOLS, max_tokens=400, logits_processor=script) as chat:
+        with lb.Chat(ctx, None, **asked()) as chat:
             answer = chat.send("Where?")
             assert "".join(token.text for token in answer if not token.is_thought) == content
             assert (answer.text, answer.finish_reason) == (content, "tool_calls")
@@ -204,6 +193,23 @@ def test_a_begun_answer_is_continued_with_a_schema_and_a_long_beginning(path: Pa
         asked = [*ASKED, {"role": "assistant", "content": "So:"}]
         result = ctx.chat(asked, json_schema=schema, max_tokens=60, seed=1)
         assert result.thought == "" and isinstance(result.parsed, dict)
+
+
+@pytest.mark.parametrize(
+    ("begun", "written", "content", "calls"),
+    [
+        (CALL[:17], CALL[17:], "", [FIND[:2]]),
+        (f"```json\n{CALL[:12]}", f"{CALL[12:]}\n```", "", [FIND[:2]]),
+        ("The weather", " is fine.", " is fine.", []),
+    ],
+)
+def test_a_begun_answer_may_be_half_a_call(
+    ctx: lb.Context, begun: str, written: str, content: str, calls: list[Any]
+) -> None:
+    asked = [*ASKED, {"role": "assistant", "content": begun}]
+    script = Script(ctx.model, written)
+    result = ctx.chat(asked, tools=TOOLS, drafter=None, seed=1, logits_processor=script)
+    assert (result.text, [call[:2] for call in result.tool_calls]) == (content, calls)
 
 
 def test_a_function_is_forced_by_its_name(ctx: lb.Context) -> None:

@@ -213,11 +213,13 @@ CLOSED = "\n</think>\n\n"
         (40, "ab</think> <think>cd</think>ef", "ab\n\ncd", "ef"),
         (3, "abc<thing>d", "abc", "<thing>d"),
         (3, "abc<thi", "abc", "<thi"),
+        (None, "<think>\nI count: <b>1</b>, 2.</think>It is", "I count: <b>1</b>, 2.", "It is"),
+        *((None, answer, "", answer) for answer in ("<thinker> is", "Hello", " <b>", "{")),
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_thought_that_is_opened_again_is_no_answer(
-    toy: Model, budget: int, script: str, thought: str, text: str, n: int
+    toy: Model, budget: int | None, script: str, thought: str, text: str, n: int
 ) -> None:
     """The model is made to write a script, one byte a token, whatever is forced between."""
     with Model(toy.path, chat_template=TEMPLATE) as model:
@@ -241,9 +243,8 @@ def test_a_thought_that_is_opened_again_is_no_answer(
             assert len(texts) == n
             for said in texts.values():
                 assert said.result is not None
-                assert said.result.message == {
-                    "role": "assistant", "content": text, "reasoning_content": thought
-                }  # fmt: skip
+                message = {"role": "assistant", "content": text, "reasoning_content": thought}
+                assert {"reasoning_content": "", **said.result.message} == message
                 assert (said.thought.strip(), said.text) == (thought, text)
 
 
@@ -319,13 +320,6 @@ def test_however_a_text_is_cut_the_thought_is_the_same(target: Model) -> None:
         assert whole == WRITTEN[: WRITTEN.index("The answer")]
 
 
-@pytest.mark.parametrize("text", ["<thinker> is", "Hello", " <b>", "{"])
-def test_other_beginnings_are_answers(target: Model, text: str) -> None:
-    buffer, shown = buffered(target, list(text), TAGGED)
-    assert shown == ""
-    assert buffer.ended == ("", 0, [])
-
-
 def test_a_character_is_not_cut_by_the_budget(toy: Model) -> None:
     tokens = toy.tokenize("ab\N{BEAR FACE}", add_special=False)
     thinking = Thinking("", "</t>", is_open=True, budget=4, close="</t>")
@@ -346,36 +340,3 @@ def test_tags_that_are_control_tokens_have_no_text_in_the_thought(toy: Model) ->
     for token in (*toy.tokenize("ab", add_special=False), 0):
         buffer.add(Produced(token, toy.detokenize([token]), False, 0.0, 0.0))
     assert buffer.ended == ("ab", 3, [])
-
-
-# -- answers that are continued ----------------------------------------------------------------------
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("begun", "written", "content", "cities"),
-    [
-        ('{"name": "weather", ', '"arguments": {"city": "Oslo"}}', "", ["Oslo"]),
-        ('```json\n{"name": "wea', 'ther", "arguments": {"city": "Rome"}}\n```', "", ["Rome"]),
-        ("The weather", " is fine.", " is fine.", []),
-    ],
-)
-def test_an_answer_that_is_continued_may_begin_with_half_a_call(
-    ctx: Context, begun: str, written: str, content: str, cities: list[str]
-) -> None:
-    messages = [*ASKED, {"role": "assistant", "content": begun}]
-    result = ctx.chat(messages, tools=[TOOL], max_tokens=1, seed=1, thinking=False)
-    result.text = result.written = written
-    turn = result.turn
-    arguments: list[Any] = [call.arguments for call in turn.calls]
-    assert (turn.content, [call_arguments["city"] for call_arguments in arguments]) == (
-        content,
-        cities,
-    )

@@ -273,25 +273,6 @@ def test_a_step_of_an_engine_cannot_be_entered_again(
     assert ctx.n_seq_free == ctx.n_seq_max
 
 
-def test_a_function_may_add_and_abort_requests(ctx: Context) -> None:
-    engine = Engine(ctx)
-
-    def use() -> None:
-        if not added:
-            added.append(engine.add_request(Request(PROMPTS[2], max_tokens=4)))
-            engine.abort("1")
-
-    added: list[str] = []
-    _, options = with_use("constraint", use)
-    for prompt, more in ((PROMPTS[0], options), (PROMPTS[1], {})):
-        engine.add_request(Request(prompt, max_tokens=8, **more))
-    results = results_of(run(engine))
-    assert {name: r.finish_reason for name, r in results.items()} == {
-        "0": "length", "1": "cancelled", "2": "length",
-    }  # fmt: skip
-    assert ctx.n_seq_free == ctx.n_seq_max
-
-
 def test_a_function_may_close_the_context(target: lb.Model) -> None:
     with opened(target, n_ctx=256, n_seq_max=4) as ctx:
         engine = Engine(ctx)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from drafts import FIXED, PROMPTS, WARM, plain, write_renumbered
+from drafts import FIXED, PROMPTS, WARM, plain
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
@@ -101,7 +101,7 @@ def test_states_follow_forks_that_outlive_their_parents(ctx: Context, draft_ctx:
 def test_pairs_that_cannot_draft_are_refused(tmp_path: Path, ctx: Context, draft: lb.Model) -> None:
     with (
         lb.Model(toys.write_llama(tmp_path / "none.gguf", vocab="none")) as mute,
-        lb.Model(write_renumbered(draft, tmp_path)) as other,
+        lb.Model(toys.write_renumbered(draft.path, tmp_path / "other.gguf")) as other,
         Context(mute, n_threads=1) as silent,
         Context(other, n_threads=1) as renumbered_ctx,
     ):

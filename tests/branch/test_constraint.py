@@ -38,19 +38,6 @@ class Short:
         return 1 <= len(text.split()) <= 3
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_drafts_change_no_text(ctx: Context, settings: dict[str, Any]) -> None:
-    with Branch.start(ctx, STORY, **settings) as root:
-        texts = []
-        for drafter in (None, SuffixDrafter()):
-            with root.fork() as branch:
-                generation = branch.generate(40, drafter=drafter, constraint=no_e).finish()
-                assert branch.tokens[root.position :] == generation.tokens
-            texts.append(generation.tokens)
-            assert no_e(generation.text) and len(generation.tokens) > 20
-        assert texts[0] == texts[1]
-
-
 def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Context) -> None:
     settings = lb.SamplingParams(temperature=1.0, seed=3, **WHOLE)
     n_vocab = ctx.model.n_vocab
@@ -175,19 +162,23 @@ def test_between_two_tokens_a_branch_may_be_used(ctx: Context) -> None:
             assert branch.sequence.sampler.constraint is None
 
 
-# -- the engine ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_complete_and_generate_agree(ctx: Context, settings: dict[str, Any]) -> None:
-    results = ctx.complete([STORY, "The"], max_tokens=20, n=2, constraint=no_e, **settings)
-    free = ctx.complete([STORY, "The"], max_tokens=20, n=2, **settings)
-    for prompt, result in zip([STORY, "The"], results, strict=True):
+def test_drafts_change_no_text_and_complete_gives_the_same(
+    ctx: Context, settings: dict[str, Any]
+) -> None:
+    prompts = [STORY, "The"]
+    results = ctx.complete(prompts, max_tokens=40, n=2, constraint=no_e, **settings)
+    free = ctx.complete(prompts, max_tokens=20, n=2, **settings)
+    for prompt, result in zip(prompts, results, strict=True):
         for choice in result.choices:
             assert no_e(choice.text) and choice.finish_reason in ("length", "stop")
             assert choice.stats.constraint_calls >= len(choice.tokens) - 1
-        with Branch.start(ctx, prompt, **settings) as branch:
-            assert branch.generate(20, constraint=no_e).finish().tokens == result.tokens
+        for drafter in (None, SuffixDrafter()):
+            with Branch.start(ctx, prompt, **settings) as branch:
+                n_prompt = branch.position
+                generation = branch.generate(40, drafter=drafter, constraint=no_e).finish()
+                assert branch.tokens[n_prompt:] == generation.tokens == result.tokens
+            assert len(generation.tokens) > 20
     assert not all(no_e(result.text) for result in free)
 
 

@@ -44,8 +44,10 @@ def test_every_text_of_a_program_is_what_it_is_alone(kind: str, tmp_path: Path) 
     ):
         alone = Alone(clean)
         for seed in range(first, first + N_PROGRAMS.get(kind, 8) * max(1, SOAK)):
-            more = {"n_ctx": (256, N_CELLS)[seed % 2], "prefix_cache": seed % 3 < 2}
+            more: dict[str, Any] = {"n_ctx": (256, N_CELLS)[seed % 2], "prefix_cache": seed % 3 < 2}
             more |= {"n_seq_max": N_SEQ, "n_batch": 48}
+            if seed % 4 == 3 and alone.ctx.capabilities.exact:  # cells of their own
+                more |= {"kv_unified": False, "n_ctx": 256 * N_SEQ}
             with lb.Context(model, **{**options(model), **more}) as ctx:
                 try:
                     Program(ctx, alone, seed, tally).run()

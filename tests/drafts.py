@@ -93,8 +93,10 @@ def counting(ctx: Context) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def around(decode: Callable[[int], int], n: int) -> int:
-        counts.append(n)
-        return decode(n)
+        code = decode(n)
+        if code == 0:  # otherwise there was no room, and nothing was computed
+            counts.append(n)
+        return code
 
     with hooked(ctx, around):
         yield counts

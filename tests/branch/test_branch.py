@@ -70,17 +70,11 @@ def test_changing_settings_keeps_the_seed(ctx: Context) -> None:
         lambda branch: branch.resample(branch.sampling.replace(logit_bias={7: 0.0})),
         lambda branch: branch.resample(SamplingParams(temperature=1.0)),
     ]
-    texts = set()
     for source in (children[0], children[2], restored):
         for change in changes:
-            with source.fork() as branch, source.fork() as same:
+            with source.fork() as branch:
                 change(branch)
                 assert branch.seed == source.seed != WARM.seed
-                texts.add(tuple(generate(branch)))
-                assert branch.sampling.logit_bias == {5: -1.0} or branch.tokens == (
-                    same.tokens + generate(same)
-                )
-    assert len(texts) >= 3
 
 
 def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> None:
@@ -256,12 +250,6 @@ def test_one_stop_string_needs_no_list(ctx: Context) -> None:
         texts = [t.text for t in branch.generate(40, stop=" the")]
         assert texts == [t.text for t in other.generate(40, stop=[" the"])]
         assert branch.finish_reason == "stop" and " the" not in "".join(texts)
-
-
-def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> None:
-    assert Branch.start(ctx, "").tokens in ([ctx.model.bos], [ctx.model.eos])
-    with Context(toy, n_ctx=256, n_threads=1, exact=True) as other:
-        assert Branch.start(other, "").tokens == [toy.bos]
 
 
 # -- moving ----------------------------------------------------------------------------------------

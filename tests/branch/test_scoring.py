@@ -46,16 +46,29 @@ def check(
         assert [t for t, _ in score.alternatives] == list(best)
 
 
+@pytest.mark.parametrize("n_guests", [0, 6, 7])
 @pytest.mark.parametrize("n", [1, 2, 40, 300])
-def test_scores_are_those_of_the_raw_logits(n: int, ctx: Context, other_ctx: Context) -> None:
-    """300 tokens take several decodes: at most 256 rows come from one."""
+def test_scores_are_those_of_the_raw_logits(
+    n: int, n_guests: int, ctx: Context, other_ctx: Context
+) -> None:
+    """300 tokens take several decodes. If no sequence is free, they are decoded in the branch's own."""
     rng = np.random.default_rng(n)
     prompt, tokens = random_tokens(rng, 20), random_tokens(rng, n)
     branch = Branch.start(ctx, prompt)
+    guests = [Branch.create(ctx) for _ in range(n_guests)]
     scores = branch.score(tokens, top=3)
     check(other_ctx, prompt, tokens, scores, top=3)
-    total = sum(score.logprob for score in scores)
+    assert ctx.n_seq_free == 7 - len(guests)
+    with pytest.raises(CacheFullError):
+        branch.score(random_tokens(rng, 1020))
+    usage = ctx.usage()
+    assert usage.sequences == {branch.seq_id: 20}
+    assert (usage.cells_used, usage.cells_reserved, usage.in_order) == (20, 0, True)
+    assert branch.step()
+    branch.rewind(20)
+    ctx.audit()
     branch.extend(tokens)
+    total = sum(score.logprob for score in scores)
     assert total == pytest.approx(branch.log_likelihood(), abs=1e-3)
 
 
@@ -64,21 +77,3 @@ def test_a_grammar_does_not_matter(ctx: Context) -> None:
     bound = Branch.start(ctx, "The king", grammar='root ::= "x"')
     tokens = ctx.tokenize(" said", add_special=False)
     assert bound.score(tokens) == plain.score(tokens) == plain.score(" said")
-
-
-@pytest.mark.parametrize("n_guests", [0, 6, 7])
-def test_a_text_is_scored_in_any_room(n_guests: int, ctx: Context, other_ctx: Context) -> None:
-    """If no sequence is free, it is decoded in the branch's own."""
-    rng = np.random.default_rng(1)
-    prompt, tokens = random_tokens(rng, 15), random_tokens(rng, 40)
-    branch = Branch.start(ctx, prompt)
-    guests = [Branch.create(ctx) for _ in range(n_guests)]
-    check(other_ctx, prompt, tokens, branch.score(tokens, top=1), top=1)
-    assert ctx.n_seq_free == 7 - len(guests)
-    assert ctx.usage().sequences == {branch.seq_id: 15}
-    with pytest.raises(CacheFullError):
-        branch.score(random_tokens(rng, 1020))
-    usage = ctx.usage()
-    assert (usage.cells_used, usage.cells_reserved, usage.in_order) == (15, 0, True)
-    assert branch.step()
-    ctx.audit()

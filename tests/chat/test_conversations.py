@@ -16,7 +16,7 @@ import pytest
 import toys
 from conftest import DATA
 from decodes import hooked
-from drafts import Eager
+from drafts import Eager, counting
 from rounding import rounding
 
 import llamabranch as lb
@@ -43,21 +43,6 @@ MEMORIES: dict[str, tuple[Callable[..., Path], bool]] = {
     "lfm2": (toys.write_lfm2, True),
     "qwen35": (partial(toys.write_toy, architecture="qwen35"), True),
 }
-
-
-@contextmanager
-def counting(ctx: Context) -> Iterator[list[int]]:
-    """Collect the number of tokens of each decode."""
-    counts: list[int] = []
-
-    def around(decode: Callable[[int], int], n: int) -> int:
-        code = decode(n)
-        if code == 0:  # otherwise there was no room, and nothing was computed
-            counts.append(n)
-        return code
-
-    with hooked(ctx, around):
-        yield counts
 
 
 def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:

@@ -162,7 +162,7 @@ def test_drafts_that_are_drawn_are_not_cut_by_their_length(model: lb.Model, rule
 def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int) -> None:
     """Drafts of one length are undone together, next to single tokens too, in any order.
 
-    In between sequences are forked, cut later, restored and dropped, wherever llama.cpp moves them.
+    In between sequences are forked, cut later, and dropped, wherever llama.cpp moves the states.
     """
     rng, memory = random.Random(seed), ctx.kv_cache
     assert isinstance(memory, RollingBack)
@@ -178,7 +178,7 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int
         return n_left
 
     for step in range(80):
-        act = rng.choice([*["decode"] * 4, "step", "cut", "fork", "restore", "drop"])
+        act = rng.choice(["decode", "decode", "decode", "decode", "cut", "fork", "drop"])
         if act == "decode" or not texts:
             batch, n = Batch(), rng.randint(2, 5)
             drafts: dict[int, int] = {}
@@ -190,8 +190,6 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int
                 texts.setdefault(seq_id, []).extend(new)
                 drafts[seq_id] = n_new
             batch.decode(ctx.decoder)
-            if rng.random() < 0.3:
-                drafts = {}  # they stay, and may be cut later
             is_one_length = len({n_new for n_new in drafts.values() if n_new > 1}) < 2
             for seq_id, n_new in drafts.items():
                 n_kept = len(texts[seq_id]) - rng.randint(0, min(4, n_new - 1))
@@ -200,11 +198,6 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int
                 if is_one_length and max(drafts.values()) <= 5:
                     assert n_left == n_kept
                     n_undone += n_kept < was
-        elif act == "step":
-            seq_id, token = rng.choice(sorted(texts)), rng.randrange(2, 250)
-            ctx.decoder.advance(seq_id, token, None)
-            texts[seq_id].append(token)
-            cut(seq_id, len(texts[seq_id]) - rng.randint(0, 1))
         elif act == "cut":
             seq_id = rng.choice(sorted(texts))
             cut(seq_id, max(1, len(texts[seq_id]) - rng.randint(1, 6)))
@@ -215,20 +208,34 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int
                 if not texts[target]:
                     del texts[target]
         else:
-            seq_id, state = rng.choice(sorted(texts)), None
-            if act == "restore":
-                source = rng.choice(sorted(texts))
-                state, tokens = memory.state(source), [*texts[source]]
+            seq_id = rng.choice(sorted(texts))
             memory.drop(seq_id, 0)
             del texts[seq_id]
-            if state is not None:
-                assert memory.set_state(seq_id, state, len(tokens))
-                texts[seq_id] = tokens
-                if rng.random() < 0.5:
-                    cut(seq_id, max(1, len(tokens) - rng.randint(1, 4)))
         ctx.audit()
     assert n_undone > 10
     check(ctx, texts)
+
+
+def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
+    """A single token after a draft has no earlier states, and neither has a restored state."""
+    memory, text = ctx.kv_cache, TEXT[:20]
+    decode_run(ctx.decoder, text, 0, "none")
+    decode_run(ctx.decoder, [30, 31, 32], 0, "none")
+    ctx.decoder.advance(0, 33, None)
+    n_left = memory.cut(0, 22)
+    assert n_left in (0, 20) or n_left < 22
+    expected = {0: [*text, 30, 31][:n_left]}
+    if n_left:
+        check(ctx, expected)
+    memory.clear()
+    decode_run(ctx.decoder, TEXT[:40], 1, "none")
+    state = memory.state(1)
+    decode_run(ctx.decoder, text, 0, "none")
+    memory.drop(0, 0)
+    assert memory.set_state(0, state, 40)
+    n_left = memory.cut(0, 38)
+    assert n_left < 38
+    check(ctx, {0: TEXT[:n_left], 1: TEXT[:40]} if n_left else {1: TEXT[:40]})
 
 
 @pytest.mark.parametrize("n_new", [1, 2, 4, 5, 12])

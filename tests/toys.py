@@ -597,7 +597,7 @@ def write_renumbered(source: str | Path, path: str | Path) -> Path:
 def write_aligned(
     source: str | Path,
     path: str | Path,
-    value: Value,
+    value: int,
     kind: gguf.GGUFValueType = gguf.GGUFValueType.UINT32,
     *,
     n_bytes: int = 0,
@@ -605,14 +605,13 @@ def write_aligned(
 ) -> Path:
     """Write the model of `source` with this `general.alignment` and return its path.
 
-    A number of that kind is kept where it can be. `n_bytes` of other metadata move the weights.
+    If it is of the right kind, the weights have it. `n_bytes` of other metadata move the weights.
     """
 
     def more(writer: gguf.GGUFWriter) -> None:
-        if kind == gguf.GGUFValueType.UINT32 and isinstance(value, int) and value > 0:
+        if kind == gguf.GGUFValueType.UINT32:
             writer.data_alignment = value
-        sub_type = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value("general.alignment", value, kind, sub_type)
+        writer.add_key_value("general.alignment", value, kind)
         writer.add_key_value("toy.padding", "p" * n_bytes, gguf.GGUFValueType.STRING)
         add_shards = writer.add_shard_kv_data
 
@@ -623,14 +622,7 @@ def write_aligned(
 
         writer.add_shard_kv_data = add_to_all
 
-    n_tensors = -(-len(gguf.GGUFReader(source).tensors) // n_parts)
-    options = {"split_max_tensors": n_tensors} if n_parts > 1 else None
-    written = _rewrite(source, path, lambda _, old: old, lambda _, old: old, options, more=more)
-    return (
-        written
-        if n_parts == 1
-        else written.with_name(f"{written.stem}-00001-of-{n_parts:05d}.gguf")
-    )
+    return _rewrite(source, path, n_parts=n_parts, more=more)
 
 
 def write_chat(source: str | Path, path: str | Path, template: str, *control: str) -> Path:
@@ -644,7 +636,7 @@ def write_chat(source: str | Path, path: str | Path, template: str, *control: st
             return [*old[:-n], *[int(gguf.TokenType.CONTROL)] * n]
         return old[:-n] if name == "tokenizer.ggml.merges" else old
 
-    return _rewrite(source, path, value, lambda _, old: old, template=template)
+    return _rewrite(source, path, value, more=lambda writer: writer.add_chat_template(template))
 
 
 def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> None:
@@ -663,7 +655,7 @@ def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> No
         return data
 
     _rewrite(source, trunk, lambda name, old: changed.get(name, old), blocks(range(first)))
-    _rewrite(source, layers, lambda _, old: old, blocks(range(first, n)))
+    _rewrite(source, layers, data=blocks(range(first, n)))
 
 
 def write_split(
@@ -673,43 +665,41 @@ def write_split(
 
     The metadata is in the first part only, which has no tensors with `empty_first`.
     """
-    n_filled = n_parts - empty_first
-    options = {
-        "split_max_tensors": -(-len(gguf.GGUFReader(source).tensors) // n_filled),
-        "small_first_shard": empty_first,
-    }
-    stem = Path(folder, Path(source).stem)
-    _rewrite(source, f"{stem}.gguf", lambda _, old: old, lambda _, old: old, options)
-    return [Path(f"{stem}-{i + 1:05d}-of-{n_parts:05d}.gguf") for i in range(n_parts)]
+    path = Path(folder, f"{Path(source).stem}.gguf")
+    first = _rewrite(source, path, n_parts=n_parts, empty_first=empty_first)
+    return [first.with_name(first.name.replace("00001", f"{i + 1:05d}", 1)) for i in range(n_parts)]
 
 
 def _rewrite(
     source: str | Path,
     path: str | Path,
-    value: Callable[[str, Any], Any],
-    data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
-    options: Mapping[str, Any] | None = None,
-    template: str | None = None,
+    value: Callable[[str, Any], Any] = lambda _, old: old,
+    data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None] = lambda _, old: old,
+    *,
+    n_parts: int = 1,
+    empty_first: bool = False,
     more: Callable[[gguf.GGUFWriter], None] = lambda _: None,
 ) -> Path:
     """Write a file with the values and tensors that these functions return for those of `source`.
 
-    `options` are those of `gguf.GGUFWriter`; `template` is a chat template to add; `more` adds the rest.
+    `more` adds other values. The path of the first part is returned.
     """
     reader, path = gguf.GGUFReader(source), Path(path)
     architecture = str(reader.fields["general.architecture"].contents())
-    writer = gguf.GGUFWriter(path, architecture, **(options or {}))
+    n_tensors = -(-len(reader.tensors) // (n_parts - empty_first)) if n_parts > 1 else 0
+    writer = gguf.GGUFWriter(
+        path, architecture, split_max_tensors=n_tensors, small_first_shard=empty_first
+    )
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
-    if template is not None:
-        writer.add_chat_template(template)
     more(writer)
     for tensor in reader.tensors:
         rows = data(tensor.name, tensor.data)
         if rows is not None:
             writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
-    return finish(writer, path)
+    finish(writer, path)
+    return path.with_name(f"{path.stem}-00001-of-{n_parts:05d}.gguf") if n_parts > 1 else path

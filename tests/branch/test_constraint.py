@@ -38,16 +38,28 @@ class Short:
         return 1 <= len(text.split()) <= 3
 
 
-def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Context) -> None:
-    settings = lb.SamplingParams(temperature=1.0, seed=3, **WHOLE)
-    n_vocab = ctx.model.n_vocab
-    with Branch.start(ctx, STORY, sampling=settings) as root, root.fork() as branch:
+@pytest.mark.parametrize(
+    ("settings", "is_drawn"),
+    [
+        ({"temperature": 1.0, **WHOLE}, True),
+        ({"temperature": 0.0}, False),
+        ({"temperature": 0.7, "top_k": 1}, False),
+    ],
+)
+def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(
+    ctx: Context, settings: dict[str, Any], is_drawn: bool
+) -> None:
+    """After the tokens that the settings leave, the most probable ones follow."""
+    with Branch.start(ctx, STORY, seed=3, **settings) as root, root.fork() as branch:
         text, n_refused = "", 0
         generation = root.generate(25, constraint=no_e)
         for token in generation:
-            keys = branch.log_probs() + gumbel_noise(3, branch.position, n_vocab)
-            for best in np.argsort(-keys).tolist():
-                if ctx.model.is_eog(best) or no_e(text + ctx.model.piece(best).decode()):
+            keys = branch.log_probs()
+            if is_drawn:
+                keys += gumbel_noise(3, branch.position, ctx.model.n_vocab)
+            for best in np.argsort(-keys, kind="stable").tolist():
+                piece = ctx.model.piece(best).decode("utf-8", "replace")
+                if ctx.model.is_eog(best) or no_e(text + piece):
                     break
                 n_refused += 1
             assert token.token == best
@@ -57,25 +69,6 @@ def test_each_token_is_the_first_allowed_one_in_the_order_of_the_draw(ctx: Conte
     assert generation.text == text
     assert generation.stats.constraint_rejections == n_refused > 0
     assert generation.stats.constraint_calls <= n_refused + 2 * len(generation.tokens)
-
-
-def test_after_the_tokens_that_settings_leave_the_most_probable_follow(ctx: Context) -> None:
-    """top_k = 1 leaves one token. At temperature 0 the order is the same."""
-    token_ids = []
-    for temperature, top_k in ((0.0, 40), (0.7, 1)):
-        with Branch.start(ctx, STORY, seed=1, temperature=temperature, top_k=top_k) as root:
-            generation = root.generate(12, constraint=no_e).finish()
-            token_ids.append(generation.tokens)
-            with Branch.start(ctx, STORY) as again:
-                text = ""
-                for token in generation.tokens:
-                    order = np.argsort(-again.log_probs(), kind="stable").tolist()
-                    pieces = (ctx.model.piece(token).decode("utf-8", "replace") for token in order)
-                    allowed = (no_e(text + piece) for piece in pieces)
-                    assert order[next(i for i, ok in enumerate(allowed) if ok)] == token
-                    text += ctx.model.piece(token).decode()
-                    again.commit(token)
-    assert token_ids[0] == token_ids[1]
 
 
 def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:

@@ -15,7 +15,6 @@ from . import ray_data as ray_data
 from . import search as search
 from . import serve as serve
 from . import speculative as speculative
-from . import theory as theory
 from .agents import (
     Agent as Agent,
 )

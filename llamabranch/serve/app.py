@@ -19,7 +19,6 @@ require_server()
 from starlette.applications import Starlette  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware import Middleware  # noqa: E402
-from starlette.middleware.cors import CORSMiddleware  # noqa: E402
 from starlette.requests import ClientDisconnect  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
@@ -94,7 +93,7 @@ def application(
     middleware = []
     if front is None:
         front = Front(Guard(settings).check, (), {})
-        middleware = [Middleware(CORSMiddleware, **cors(settings))]
+        middleware = [Middleware(cors(settings))]
     handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {**front.routes}
     handlers |= {name: partial(serve, handler) for name, handler in _ROUTES.items()}
     return Starlette(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable, Mapping
+from functools import partial
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from . import require_server
@@ -25,15 +26,16 @@ _PUBLIC = {"/health", "/v1/health"}  # without a key
 _LOCAL = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?"  # the pages of this machine
 
 
-def cors(settings: ServeSettings) -> dict[str, Any]:
-    """Return the options of Starlette's middleware for the pages that may read answers."""
-    return {
-        "allow_origins": settings.allow_origins,
-        "allow_origin_regex": _LOCAL if "localhost" in settings.allow_origins else None,
-        "allow_methods": ("*",),
-        "allow_headers": ("*",),
-        "allow_credentials": True,
-    }
+def cors(settings: ServeSettings) -> partial[CORSMiddleware]:
+    """Return Starlette's middleware for the pages that may read answers."""
+    return partial(
+        CORSMiddleware,
+        allow_origins=settings.allow_origins,
+        allow_origin_regex=_LOCAL if "localhost" in settings.allow_origins else None,
+        allow_methods=("*",),
+        allow_headers=("*",),
+        allow_credentials=True,
+    )
 
 
 class Guard:
@@ -47,7 +49,7 @@ class Guard:
     def __init__(self, settings: ServeSettings) -> None:
         self._hosts = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts)}
         self._keys = [key.encode() for key in settings.api_keys]
-        self._is_allowed = CORSMiddleware(Router(), **cors(settings)).is_allowed_origin
+        self._is_allowed = cors(settings)(Router()).is_allowed_origin
 
     def check(self, scope: Scope) -> None:
         """Raise HttpError unless the request may be answered."""

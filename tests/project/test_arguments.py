@@ -92,8 +92,6 @@ COUNTS: dict[str, Call] = {
     "min_keep": lambda ctx, b, n: lb.SamplingParams(min_keep=n),
     "start of a range": lambda ctx, b, n: ctx.kv_cache_remove(0, n),
     "end of a range": lambda ctx, b, n: ctx.kv_cache_remove(0, 0, n),
-    "theory": lambda ctx, b, n: lb.theory.expected_tokens(0.5, n),
-    "best draft length": lambda ctx, b, n: lb.theory.best_draft_length(0.5, 0.1, limit=n),
 }
 NO_COUNTS = [2.5, 2.0, math.nan, math.inf, True, "3", np.float64(3.0), np.True_, [3], -3]
 

@@ -19,7 +19,7 @@ FLOORS = (
     ("native",),
     ("hub", "model"),
     ("sampling",),
-    ("context", "theory"),
+    ("context",),
     ("generation",),
     ("request",),
     ("run",),
@@ -36,7 +36,7 @@ RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 PUBLIC_ROOMS = {
     "", "agents", "arguments", "bench", "chat", "cli", "errors", "eval", "extras", "files", "hub",
     "loading", "loom", "model", "pictures", "ray_data", "search", "serve", "speculative",
-    "startup", "theory",
+    "startup",
 }  # fmt: skip
 # Methods of named tuples, functions of the standard library without a public twin, llama_cpp's library.
 PUBLIC_NAMES = {

@@ -119,7 +119,8 @@ def test_texts_and_messages_are_prompts_everywhere(models: dict[str, lb.Model]) 
                 drawn.append([t.token for t in branch.generate(4)])
                 if isinstance(prompt, str):
                     n = branch.position
-                    branch.append(prompt, **({} if parses else {"parse_special": False}))
+                    told: Any = {} if parses else {"parse_special": False}
+                    branch.append(prompt, **told)
                     appended = model.tokenize(prompt, add_special=False, parse_special=parses)
                     assert branch.tokens[n:] == appended
             with lb.InferenceSession(ctx, prompt, **options) as session:

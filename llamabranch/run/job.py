@@ -17,7 +17,7 @@ from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
 from ..errors import CapacityError, LlamaBranchError
 from ..generation.draft_states import Beginning
-from ..generation.drafter import NO_STATE, DraftState, FixedLength, SpeculativeStats
+from ..generation.drafter import NO_STATE, DraftState, SpeculativeStats
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..generation.thought import AnswerBuffer, ThoughtBuffer, forced_token
@@ -392,8 +392,6 @@ class Job:
         self.running = running = RunningText(
             self.text, state, loop.length.stream(), rule, self.stats, request.top_logprobs or 0
         )
-        if request.draft_k is not None:
-            running.length = FixedLength(request.draft_k, loop.config.entropy_stop)
         if parent_state is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round

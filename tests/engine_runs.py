@@ -82,6 +82,4 @@ def assert_clean(*contexts: Context) -> None:
 
 def write_tiny(path: Path) -> Path:
     """Write a random model over bytes whose step takes a fraction of a millisecond."""
-    return toys.write_llama(
-        path, vocab="bytes", weights="q8_0", n_layer=1, n_embd=32, n_head=1, n_ff=32
-    )
+    return toys.write_llama(path, vocab="bytes", n_layer=1, n_embd=32, n_head=1, n_ff=32)

@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch.native  # before the patch: the compiled core steps aside for another llama_decode
 from llamabranch.cli import main
 
-name, count, path, *arguments = sys.argv[1:]
+count, path, *arguments = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
 real, n_decodes, is_sent = C.llama_decode, 0, False
 
@@ -26,7 +26,7 @@ def decode(ctx, batch):
     n_decodes += 1
     if not is_sent and is_time():
         is_sent = True
-        os.kill(os.getpid(), getattr(signal, name))
+        os.kill(os.getpid(), signal.SIGINT)
     return real(ctx, batch)
 
 C.llama_decode = decode
@@ -35,11 +35,9 @@ main()
 """
 
 
-def signalled_at_decode(name: str, number: int) -> list[str]:
-    """Return a command, without its arguments, that gets a signal in its decode of this number."""
-    return [sys.executable, "-c", PROGRAM, name, str(number), ""]
+def signalled(number: int, path: Path | str = "") -> list[str]:
+    """Return a command, without its arguments, that gets SIGINT in its decode of this number.
 
-
-def signalled_at_line(name: str, n_lines: int, path: Path) -> list[str]:
-    """Return a command that gets a signal at the first decode after ``path`` has so many lines."""
-    return [sys.executable, "-c", PROGRAM, name, str(n_lines), str(path)]
+    With ``path``: at the first decode after this file has so many lines.
+    """
+    return [sys.executable, "-c", PROGRAM, str(number), str(path)]

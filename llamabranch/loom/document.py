@@ -88,7 +88,6 @@ class Made(Record, tag="node", kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    seam: bool = False
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
     variables: dict[str, object] = {}
@@ -410,7 +409,7 @@ class Document:
         """
         record, ended = node.made, node.ended
         lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))
-        marks = node.deleted, record.seam, node.rounds, node.bookmark, node.note
+        marks = node.deleted, node.rounds, node.bookmark, node.note
         return {
             "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
             "kind": record.kind, "by": record.by, "reason": node.reason,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import groupby
 
 import msgspec
 from msgspec import Raw
@@ -29,7 +30,6 @@ _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
 _BEGINS_JSON = re.compile(r'\s*[\[{][\[{\s]*(?:"\w*(?:"\s*(?::|$)|$)|[\]}]|$)')
-_BESIDE = {"memoryTokens": "memory", "authorNoteTokens": "author's note"}
 _HEAD = b'{"op":"head",'  # how a document's file begins
 _TEXT_FILES = {"markdown": ("md", "text/markdown"), "text": ("txt", "text/plain")}
 _HTML_TOP = 3  # alternatives of a token in an HTML file
@@ -38,7 +38,6 @@ _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
 )
 _encode = msgspec.json.encode
-Values = Mapping[str, object]
 
 
 @dataclass
@@ -176,8 +175,8 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     match value:
         case {"format": str(marker)} if marker == _MARKER:
             return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
-        case dict() as saved if sessions := _sessions(saved):
-            return _items_of_sessions(sessions, most)
+        case {"prompt": prompt} if (chunks := _chunks(prompt)) is not None:
+            return _items_of_session(chunks, most)
     raise ConfigError(_OTHER, hint=_TEXTS)
 
 
@@ -197,58 +196,26 @@ def _whole_characters(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _str(value: object) -> str:
-    """Return a value if it is a string, else the empty string."""
-    return value if isinstance(value, str) else ""
+def _chunks(prompt: object) -> list[Mapping[str, str]] | None:
+    """Return the parts of the text of mikupad's session; None if it is no such text."""
+    if isinstance(prompt, str):  # in a session's file each value is a string that contains JSON
+        with suppress(ValueError, RecursionError):
+            prompt = json.loads(prompt)
+    if not isinstance(prompt, list):
+        return None
+    are_parts = all(isinstance(c, dict) and isinstance(c.get("content"), str) for c in prompt)
+    return prompt if are_parts else None
 
 
-def _sessions(saved: Values) -> list[Values]:
-    """Return mikupad's sessions that have a prompt: a session's file has one, a database many."""
-    stores = [store for store in saved.values() if isinstance(store, list)]
-    entries = [entry.get("value") for store in stores for entry in store if isinstance(entry, dict)]
-    sessions: list[Values] = []
-    for session in (saved, *entries):
-        if not isinstance(session, dict) or "prompt" not in session:
-            continue
-        # In a session's file each value is a string that contains JSON.
-        read = {name: _unquoted(session.get(name)) for name in ("prompt", *_BESIDE)}
-        chunks = read["prompt"]
-        if isinstance(chunks, list) and all(isinstance(c, dict) and "content" in c for c in chunks):
-            sessions.append(read)
-    return sessions
-
-
-def _unquoted(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    with suppress(ValueError, RecursionError):
-        return json.loads(value)
-    return value
-
-
-def _items_of_sessions(sessions: Sequence[Values], most: int) -> list[Item]:
-    """Return each session as a path that alternates between typed and generated nodes.
-
-    mikupad's memory and author's note become the note of the first node.
-    """
+def _items_of_session(chunks: Sequence[Mapping[str, str]], most: int) -> list[Item]:
+    """Return a session as a path that alternates between typed and generated nodes."""
     items: list[Item] = []
-    texts: list[list[str]] = []
-    for session in sessions:
-        chunks, parent = session["prompt"], -1
-        beside = [(label, session[name]) for name, label in _BESIDE.items()]
-        notes = [(label, _str(b.get("text"))) for label, b in beside if isinstance(b, dict)]
-        note = "\n".join(f"{label}: {_whole_characters(text)}" for label, text in notes if text)
-        for chunk in chunks if isinstance(chunks, list) else ():
-            by = "user" if chunk.get("type") == "user" else "import"
-            if parent < 0 or items[-1].by != by:
-                items.append(Item("", parent, by, note=note if parent < 0 else ""))
-                texts.append([])
-                parent = len(items) - 1
-                if len(items) > most:
-                    raise _too_large(most)
-            texts[-1].append(_str(chunk.get("content")))
-    for item, parts in zip(items, texts, strict=True):  # two parts may share a character
-        item.text = _whole_characters("".join(parts))
+    for is_typed, parts in groupby(chunks, lambda chunk: chunk.get("type") == "user"):
+        text = "".join(part["content"] for part in parts)  # two parts may share a character
+        by = "user" if is_typed else "import"
+        items.append(Item(_whole_characters(text), len(items) - 1, by))
+        if len(items) > most:
+            raise _too_large(most)
     return items
 
 

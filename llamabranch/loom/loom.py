@@ -83,7 +83,6 @@ class Do(TextSettings, kw_only=True):
     bookmark: bool | None = None
     note: str | None = None
     current: bool = False
-    draft: Annotated[int, Meta(ge=1, le=256)] | None = None
     set: dict[Mode, BarFields] = {}
 
 
@@ -212,12 +211,8 @@ class Loom(Live):
             seed=seed, logprobs=True
         )
 
-    async def request(
-        self, node: Node, max_tokens: int | None, *, draft: int | None = None
-    ) -> Request:
+    async def request(self, node: Node, max_tokens: int | None) -> Request:
         """Return the request that continues a node.
-
-        ``draft`` is how many tokens to draft in each round; None = as the server does.
 
         Raises:
             HttpError, LlamaBranchError: the settings are invalid.
@@ -232,7 +227,7 @@ class Loom(Live):
         return Request(
             tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(record), max_tokens=max_tokens, stop=record.stop,
-            top_logprobs=MOST_TOP, draft_k=draft,
+            top_logprobs=MOST_TOP,
         )  # fmt: skip
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:

@@ -87,12 +87,12 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         at += n
         if not text and at == node.end:
             return {"node": document.node_fields(node), "same": True}
-    ids, seam = await _tokenized(loom, node, at, text, special=not is_chat)
+    ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
     if do.node is None and not ids:
         raise HttpError(400, "the text is empty", param="text")
     loom.service.check_room([*node.tokens(at), *ids], 0)
     name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
-    record = Made(id=name, parent=do.node, at=at, kind=kind, seam=seam)
+    record = Made(id=name, parent=do.node, at=at, kind=kind)
     (new,) = loom.make([record, *loom.plain(name, ids, src)], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}
@@ -116,26 +116,6 @@ def _same_tokens(
     while len(rest) > 1 and 0x80 <= (rest[-1] or b" ")[0] < 0xC0:  # inside of a character
         rest.pop()
     return len(rest) - 1, rest[-1].decode("utf-8", "replace")
-
-
-async def _tokenized(
-    loom: Loom, node: Node, at: int, text: str, *, special: bool
-) -> tuple[list[int], bool]:
-    """Return the tokens of an added text, and whether both texts together would be other tokens."""
-    if not at:
-        return await loom.service.tokenize(text, parse_special=special), False
-    document, tokens = loom.document, node.tokens(at)
-    if special:
-        before = document.written(tokens)
-    else:
-        before = document.bytes_of(tokens).decode("utf-8", "replace")
-    part, ids, whole = [
-        await loom.service.tokenize(string, add_special=False, parse_special=special)
-        if string
-        else []
-        for string in (before, text, before + text)
-    ]
-    return ids, whole != part + ids
 
 
 async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -225,8 +205,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
     async def work(job: PageJob) -> None:
         most = max(0, max_tokens)
-        requests = [(node, await loom.request(node, most, draft=do.draft)) for node in nodes]
-        await loom.generate(job, requests)
+        await loom.generate(job, [(node, await loom.request(node, most)) for node in nodes])
 
     for node in nodes:
         node.ended = None

@@ -87,8 +87,6 @@ class Request:
         grammar: the grammar that the text must follow.
         constraint: a function that decides which texts are allowed, as for ``Branch.generate``. You
             can combine it with a grammar.
-        draft_k: tokens to draft in each round of these texts, 0 to 256; None = the engine's config.
-            Without a drafter nothing is drafted.
         n: how many texts to generate after processing the prompt once. The first text has the
             request's seed. The seeds of the others are derived from that seed.
         priority: a request with a smaller number is admitted earlier, and preempted later.
@@ -132,7 +130,6 @@ class Request:
     constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
     on_prompt_progress: OnPromptProgress | None = field(default=None, compare=False, repr=False)
     prompt_progress: bool = False
-    draft_k: int | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
@@ -170,8 +167,6 @@ class Request:
         for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
             if fields[name] is not None:
                 fields[name] = whole(name, fields[name], 0)
-        if self.draft_k is not None:
-            fields["draft_k"] = whole("draft_k", self.draft_k, 0, 256)
         for name in ("logprobs_from", "continues", "min_tokens"):
             fields[name] = whole(name, fields[name], 0)
         fields["stop_tokens"] = tuple(token_list(self.stop_tokens))

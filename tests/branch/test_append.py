@@ -103,17 +103,6 @@ def test_rewinding_through_appended_text(ctx: Context) -> None:
     assert (branch.generated, branch.log_likelihood()) == states[0][:2]
 
 
-def test_control_tokens_in_appended_text_are_parsed_unless_told_otherwise(ctx: Context) -> None:
-    end = min(ctx.model.eog_tokens)
-    name = ctx.model.handle.token_text(end).decode()
-    branch = Branch.start(ctx, STORY)
-    branch.append(f"{name} Then")
-    assert branch.tokens[branch.n_prompt - len(ctx.tokenize(" Then", add_special=False)) - 1] == end
-    before = branch.position
-    branch.append(name, parse_special=False)
-    assert end not in branch.tokens[before:]
-
-
 def test_many_tokens_take_the_memory_of_few(target: lb.Model) -> None:
     """`extend` kept all rows of logits in memory before it returned any."""
     tokens = [int(t) for t in np.random.default_rng(3).integers(10, 4000, 450)]

@@ -84,8 +84,9 @@ def test_a_text_ends_where_it_is_complete(ctx: Context) -> None:
             return text.count(" ") % 2 == 0
 
     n_ended = 0
+    cases: list[tuple[Any, Any]] = [(Short(), ()), (Short(), "."), (Even(), [",", "."])]
     with Branch.start(ctx, "Once upon a time", temperature=0.8, seed=4) as root:
-        for constraint, stop in ((Short(), ()), (Short(), "."), (Even(), [",", "."])):
+        for constraint, stop in cases:
             for seed in range(6):
                 with root.fork() as branch:
                     branch.reseed(seed)

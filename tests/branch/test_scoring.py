@@ -14,8 +14,8 @@ from llamabranch.context import TokenScore
 from llamabranch.errors import CacheFullError
 
 
-def random_tokens(rng: np.random.Generator, n: int, n_vocab: int = 4000) -> list[int]:
-    return [int(t) for t in rng.integers(2, n_vocab, n)]
+def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
+    return [int(t) for t in rng.integers(2, 4000, n)]
 
 
 def by_numpy(

@@ -9,7 +9,7 @@ import pytest
 import scripts
 import stages
 from commands import COMMAND, answer, on_terminal, run
-from self_signal import signalled_at_line
+from self_signal import signalled
 
 TOOLS = '''
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_cleanly(model: Path, tmp_path: Path) -> None:
         encoding="utf-8",
     )
     command = [
-        *signalled_at_line("SIGINT", 2, path), "agent", "-m", str(model), "--tools", str(tools), "-t",
+        *signalled(2, path), "agent", "-m", str(model), "--tools", str(tools), "-t",
         "1", "one: go",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import commands
 import pytest
-from self_signal import signalled_at_decode
+from self_signal import signalled
 from toys import write_toy
 
 import llamabranch as lb
@@ -58,7 +58,7 @@ def test_what_is_set_is_not_varied_and_any_drafter_or_memory_is_measured(tmp_pat
 def test_interrupt_prints_what_was_measured_and_exits_with_130() -> None:
     arguments = ["bench", "--json", *SMALL, *SET, "--runs", "100000", "-m", "tale-target"]
     process = subprocess.run(
-        [*signalled_at_decode("SIGINT", 300), *arguments],
+        [*signalled(300), *arguments],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     out, err = process.stdout, process.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from commands import COMMAND, ENDLESS
-from self_signal import signalled_at_decode
+from self_signal import signalled
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 MODEL = ("-m", "tale-target", "-t", "1")
@@ -92,7 +92,7 @@ def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
 )
 def test_interrupt_prints_what_there_is_and_exits_with_130(arguments: list[str]) -> None:
     process = subprocess.run(
-        [*signalled_at_decode("SIGINT", 100), *arguments],
+        [*signalled(100), *arguments],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert process.returncode == 130, process.stderr

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import together
 import toys
+from drafts import counting
 
 import llamabranch as lb
 from llamabranch import Branch, Context, errors
@@ -70,6 +71,15 @@ def test_sample_draws_what_a_branch_draws_whatever_the_batches(
         assert ctx.sample(lb.SamplingParams(temperature=0.0)) == int(ctx.logits().argmax())
         assert np.array_equal(ctx.logits(), before[0]) and ctx.usage() == before[1]
     assert len(set(expected)) > 5
+
+
+def test_tokens_take_as_few_decodes_as_batch_and_rows_allow(toy: lb.Model) -> None:
+    with Context(toy, n_ctx=256, n_batch=10, n_outputs_max=4, n_seq_max=4, n_threads=1) as ctx:
+        for logits, sizes in (("none", [10, 10, 10, 6]), ("all", [4] * 9)):
+            with counting(ctx) as counts:
+                ctx.decode([5] * 36, 0, logits=logits)
+            assert counts == sizes
+            ctx.kv_cache_clear()
 
 
 def test_entropy_and_surprisal_are_those_of_softmax(ctx: Context) -> None:

@@ -25,7 +25,7 @@ import pytest
 from decodes import Decodes, hooked
 from llama_cpp import llama_cpp as C
 from programs import run_code, run_python
-from self_signal import signalled_at_decode
+from self_signal import signalled
 from tracing import Place, Tracer
 
 import llamabranch as lb
@@ -512,7 +512,7 @@ def test_ctrl_c_while_a_command_reads_or_loads_ends_it(name: str) -> None:
     program, arguments = COMMANDS[name]
     command = ["-c", f"{BEGIN}{program}app(sys.argv[1:])"]
     if not program:
-        command = signalled_at_decode("SIGINT", 3)[1:]
+        command = signalled(3)[1:]
     done = run_python(*command, *arguments, code=130)
     assert "Traceback" not in done.stderr
     if program != FINALIZER:

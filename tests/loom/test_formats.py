@@ -133,8 +133,7 @@ def test_bad_files_are_told(message: str, data: object) -> None:
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=4)
     | st.dictionaries(
-        st.sampled_from(["prompt", "content", "type", "value", "memoryTokens", "text", "records",
-                         "id", "format"]),
+        st.sampled_from(["prompt", "content", "type", "value", "text", "records", "id", "format"]),
         inner, max_size=5),
     max_leaves=24,
 ))  # fmt: skip
@@ -225,9 +224,9 @@ def test_half_surrogates_are_joined_or_replaced() -> None:
     assert text_of(b"\xed\xa0\xbd\xed\xb8\x80 whole") == "😀 whole"
 
 
-def mikupad(chunks: list[dict[str, object]], **more: object) -> dict[str, str]:
+def mikupad(chunks: list[dict[str, object]]) -> dict[str, str]:
     """Return a session as mikupad exports it: an object whose values are JSON texts."""
-    session = {"name": "MikuPad #1", "prompt": chunks, "seed": -1, "temperature": 0.7, **more}
+    session = {"name": "MikuPad #1", "prompt": chunks, "seed": -1, "temperature": 0.7}
     return {name: json.dumps(value) for name, value in session.items()}
 
 
@@ -247,20 +246,10 @@ TOLD = ["[INST] Write. Now. [/INST]", " Once 😀", "\nEnd"]
 
 
 def test_sessions_of_mikupad_are_read() -> None:
-    beside = {"prefix": "[", "text": "A fox.", "suffix": "]"}
-    other = {"prompt": [{"type": "user", "content": "Two"}], "name": "b"}
-    files = [
-        (mikupad(CHUNKS, memoryTokens=beside), [TOLD]),  # one session
-        ({"prompt": CHUNKS, "memoryTokens": beside}, [TOLD]),  # the same from its server
-        ({"Sessions": [{"key": 0, "value": {"prompt": CHUNKS, "memoryTokens": beside}},
-                       {"key": 1, "value": other}, {"key": "nextSessionId", "value": 2}],
-          "Templates": [{"key": "a", "value": {"name": "x"}}]}, [TOLD, ["Two"]]),  # all of them
-    ]  # fmt: skip
-    for file, texts in files:
+    for file in (mikupad(CHUNKS), {"prompt": CHUNKS}):  # the latter from its server
         items = read(file)
-        assert [item.text for item in items] == [text for told in texts for text in told]
-        assert [item.parent for item in items][:3] == [-1, 0, 1]
-        assert [item.by for item in items][:3] == ["user", "import", "user"]
-        assert items[0].note == "memory: A fox."
+        assert [item.text for item in items] == TOLD
+        assert [item.parent for item in items] == [-1, 0, 1]
+        assert [item.by for item in items] == ["user", "import", "user"]
     with pytest.raises(ConfigError, match="at most 2 nodes"):
         read(mikupad(CHUNKS), 2)

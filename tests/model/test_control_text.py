@@ -117,6 +117,12 @@ def test_texts_and_messages_are_prompts_everywhere(models: dict[str, lb.Model]) 
             with lb.Branch.start(ctx, prompt, **options) as branch:
                 assert branch.tokens == tokens
                 drawn.append([t.token for t in branch.generate(4)])
+                if isinstance(prompt, str):
+                    n = branch.position
+                    told: Any = {} if parses else {"parse_special": False}
+                    branch.append(prompt, **told)
+                    appended = model.tokenize(prompt, add_special=False, parse_special=parses)
+                    assert branch.tokens[n:] == appended
             with lb.InferenceSession(ctx, prompt, **options) as session:
                 assert session.branch.tokens == tokens
             generation = lb.Speculator(ctx).generate(prompt, max_tokens=4, **options)

@@ -77,7 +77,7 @@ def with_use(kind: str, use: Use) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {"constraint": Wish(use)}
     if kind == "on_prompt_progress":
         return {}, {kind: lambda progress: use()}
-    return {}, {"on_round": lambda trace: use(), "draft_k": 3}
+    return {}, {"on_round": lambda trace: use()}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,8 @@ def test_texts_that_share_decodes(kind: str, drafts: bool, both: tuple[Context, 
                 use()
             return [12] * n
 
-        return Engine(ctx, FunctionDrafter(propose) if drafts else None).generate(requests)
+        drafter = FunctionDrafter(propose) if drafts else None
+        return Engine(ctx, drafter, lb.SpeculativeConfig(draft_k=3)).generate(requests)
 
     ctx, clean = both
     expected = run(clean, None)

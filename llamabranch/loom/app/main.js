@@ -540,8 +540,7 @@ async function runCard(card, text) {
   $("begin").value = text;
   if (card === "draft" && store.doc.model?.draft === "none") return $("begin").focus(); // the card's line says which option it needs
   if (card === "draft") choose("source"), fold(true);
-  // The length of the drafts is forced: "auto" may draft nothing on this machine.
-  if (card === "draft") return begin(() => go({ n: 1, max_tokens: 48, draft: 4 }));
+  if (card === "draft") return begin(() => go({ n: 1, max_tokens: 48 }));
   return begin();
 }
 

@@ -48,7 +48,7 @@ function apply(records) {
   for (const { op, id, name, value, data, p, ...rest } of records) {
     const node = /** @type {any} */ (store.nodes.get(id));
     if (op === "voc") vocabulary = p;
-    if (op === "node") putNode({ ...FRESH, ...rest, id, flags: rest.seam ? FLAGS.seam : 0,
+    if (op === "node") putNode({ ...FRESH, ...rest, id,
       turns: (rest.turns ?? []).map((/** @type {any} */ turn) => [turn.role, turn.at, turn.begin, turn.end ?? null]) });
     if (op === "tok") putTokens({ ...rest, node: id, at: node.at + (rest.at ?? 0), text: rest.ids.map((/** @type {number} */ t) => vocabulary[t]),
       top: rest.top.map((/** @type {any[]} */ top) => top.map(([t, lp]) => [t, lp, vocabulary[t]])) });

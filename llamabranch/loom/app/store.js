@@ -64,7 +64,7 @@ const NONE = new Tokens(0); // of nodes whose tokens are not here
 /** @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
  *   tokens: Tokens, rounds: Loose[]}} Node */
 
-export const FLAGS = { deleted: 1, seam: 2, rounds: 4, bookmark: 8, note: 16 };
+export const FLAGS = { deleted: 1, rounds: 2, bookmark: 4, note: 8 };
 
 const SETTINGS = "llamabranch"; // the name of the settings in the browser's storage
 

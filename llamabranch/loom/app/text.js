@@ -4,7 +4,7 @@
 import { $, attribute, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
+import { look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -66,16 +66,8 @@ function ghostsOf(c) {
   return ghosts;
 }
 
-/** Positions where branches leave the path or a seam is. @param {Path} c */
-function marksOf(c) {
-  /** @type {Map<number, string>} */ const marks = new Map();
-  c.owners.forEach(({ id, from }, i) => {
-    const node = store.nodes.get(id);
-    if (i > 0) marks.set(from, " fork");
-    if (node && node.at === from && node.flags & FLAGS.seam) marks.set(from, " fork seam");
-  });
-  return marks;
-}
+/** Positions where branches leave the path. @param {Path} c */
+const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
 /** A view of the shown path in a listbox. Blocks near the view have text, and the tokens in view are elements.
  * @param {any} box */
@@ -129,14 +121,14 @@ function textView(box) {
   const textOf = (/** @type {Path} */ c, /** @type {any} */ run) => c.shown.slice(run.from, run.to).join("");
 
   /** The tokens of a run as elements with colour, cue and name, those that are there kept. @param {Path} c @param {any} run
-   * @param {Map<number, any>} ghosts @param {Map<number, string>} marks @param {Map<number, any>} kept */
-  function drawRun(c, run, ghosts, marks, kept) {
+   * @param {Map<number, any>} ghosts @param {Set<number>} forks @param {Map<number, any>} kept */
+  function drawRun(c, run, ghosts, forks, kept) {
     const content = [];
     for (let i = run.from; i < run.to; i++) {
       const element = elements.get(i) ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1,
         "data-token": i, id: `t${i}` });
       const text = c.shown[i], attributes = figures(c, i);
-      attributes.class += (marks.get(i) ?? "") + (i === view.cursor ? " cursor" : "");
+      attributes.class += (forks.has(i) ? " fork" : "") + (i === view.cursor ? " cursor" : "");
       attributes.class += `${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
       set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i), "aria-selected": String(i === view.cursor) });
       kept.set(i, element);
@@ -176,10 +168,10 @@ function textView(box) {
     });
     const isShort = c.n <= view.limit;
     const seen = runs.map((run) => isShort || isNear(run.getBoundingClientRect(), 0));
-    const ghosts = ghostsOf(c), marks = marksOf(c);
+    const ghosts = ghostsOf(c), forks = forksOf(c);
     /** @type {Map<number, any>} */ const kept = new Map();
     runs.forEach((run, i) => {
-      if (seen[i] && kept.size + run.to - run.from <= view.limit) drawRun(c, run, ghosts, marks, kept);
+      if (seen[i] && kept.size + run.to - run.from <= view.limit) drawRun(c, run, ghosts, forks, kept);
       else if (run.firstElementChild || run.textContent !== textOf(c, run)) run.textContent = textOf(c, run);
     });
     elements = kept;

@@ -15,11 +15,11 @@ from itertools import count
 from time import perf_counter
 from typing import cast
 
-from ..context.prefix_cache import n_common
 from ..engine import AsyncEngine, Event, Request, Result
 from ..errors import CacheFullError, ClosedError, LlamaBranchError, ToolError, said, told
 from ..generation.thought import token_text
 from ..model.shape import asking
+from ..model.text import n_common
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking
 from ..model.tools import ToolCall, Tools
 from ..model.turn_format import Turn, TurnEvent, TurnReader

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from ..context.prefix_cache import n_common
 from ..errors import LlamaBranchError, UnsupportedError
 from ..model import Model
+from ..model.text import n_common
 from ..model.thoughts import ThinkingChoice, thinking_variables
 from ..model.tools import Tools, conversation
 from ..sampling.grammar import Grammar, turn_grammar

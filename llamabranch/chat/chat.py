@@ -17,12 +17,12 @@ from uuid import uuid4
 from ..arguments import whole
 from ..branch import Branch, Produced
 from ..context.context import text_context
-from ..context.prefix_cache import n_common
 from ..engine import Engine
 from ..engine.completion import ChatOptions, Completion, plan_chat
 from ..engine.context import Context
 from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
 from ..model import stop_strings
+from ..model.text import n_common
 from ..model.tools import ToolCall
 from ..native import forkable_lock
 from ..request.request import Event

@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
+from ..model.text import n_common
 from ..native.interrupts import uninterrupted
 from .memory import END, Memory, Row
 from .sequence_ids import SequenceIds
 
-__all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache", "n_common"]
+__all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache"]
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 _FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
@@ -83,9 +84,8 @@ class CachedPrefixes:
         self._used[text] = None
 
     def use(self, text: CachedPrefix) -> None:
-        """Record that a text was used. Do nothing if it is not in the collection."""
-        if text in self._used:
-            self._used.move_to_end(text)
+        """Record that a text of the collection was used."""
+        self._used.move_to_end(text)
 
     def cut(self, text: CachedPrefix, n: int) -> bool:
         """Cut a text to its first ``n`` tokens; if another text begins with these, only return False."""
@@ -157,8 +157,7 @@ class PrefixCache:
         n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
         if text is None or not n:
             return 0
-        self._kept.use(text)
-        self._count_hit(n)
+        self._note_hit(text, n)
         return n
 
     @uninterrupted
@@ -176,8 +175,7 @@ class PrefixCache:
         if not is_whole or row is None:
             memory.drop(seq_id, 0)
             return None
-        self._kept.use(text)
-        self._count_hit(n)
+        self._note_hit(text, n)
         return row
 
     @uninterrupted
@@ -202,11 +200,12 @@ class PrefixCache:
         self._memory.prefix_seq_ids.discard(text.seq_id)
         if n_lost:
             self._memory.cut(text.seq_id, n)
+        self._note_hit(text, n)
         self._kept.remove(text)
-        self._count_hit(n)
         return text.seq_id
 
-    def _count_hit(self, n: int) -> None:
+    def _note_hit(self, text: CachedPrefix, n: int) -> None:
+        self._kept.use(text)
         self.n_hits += 1
         self.n_hit_tokens += n
 
@@ -317,18 +316,3 @@ class PrefixCache:
             heapq.heappush(self._spare_seq_ids, text.seq_id)
         else:
             self._sequences.free(text.seq_id)
-
-
-def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix of two lists."""
-    n = min(len(left), len(right))
-    if left[:n] == right[:n]:
-        return n
-    low, high = 0, n  # they agree up to low, and differ before high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

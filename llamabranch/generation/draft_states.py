@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from ..context.prefix_cache import n_common
 from ..errors import CapacityError
+from ..model.text import n_common
 from ..native import forkable_lock
 from ..sampling import SamplingParams
 from .drafter import NO_STATE, Drafter, DraftState, FixedLength, propose

@@ -14,9 +14,9 @@ from datetime import date
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..context.prefix_cache import n_common
 from ..errors import LlamaBranchError
 from ..model import Model, TurnReader
+from ..model.text import n_common
 from ..model.thoughts import Thinking, plan_thinking
 from ..model.tools import Tools, conversation
 from ..request.openai import answer_message

@@ -10,6 +10,8 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from .shape import pointed
+
 __all__ = [
     "ArgumentTags", "Around", "CallForm", "Cursor", "Incomplete", "Known", "Mismatch", "Part", "Slot",
     "ToolCall", "Values", "is_text_schema", "json_end",
@@ -94,12 +96,8 @@ def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
     """Return True if a schema allows only strings, False if it allows no strings, else None."""
     if not isinstance(schema, Mapping) or depth == 0:
         return None
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        return is_text_schema(target, root, depth - 1)
+    if isinstance(schema.get("$ref"), str):
+        return is_text_schema(pointed(schema["$ref"], root), root, depth - 1)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return kinds == "string"

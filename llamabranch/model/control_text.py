@@ -17,34 +17,28 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from ..errors import ConfigError
+from .text import n_common
 
-__all__ = ["ControlText", "ControlToken", "StandIns"]
+__all__ = ["ControlText", "StandIns"]
 
 Given = TypeVar("Given")
 StandIns = Mapping[int, str]  # the original of each stand-in, for `str.translate`
-
-
-class ControlToken(NamedTuple):
-    """A control token, and whether llama.cpp drops white space before and after it."""
-
-    token: int
-    strips_before: bool
-    strips_after: bool
 
 
 class ControlText:
     """Finds the texts of a vocabulary's control tokens.
 
     Args:
-        tokens: the control tokens by their texts.
+        tokens: the control tokens by their texts: the id of each, and whether llama.cpp drops white
+            space before and after it.
     """
 
-    def __init__(self, tokens: Mapping[str, ControlToken]) -> None:
+    def __init__(self, tokens: Mapping[str, tuple[int, bool, bool]]) -> None:
         self._tokens = tokens
-        self._ids = frozenset(control.token for control in tokens.values())
+        self._ids = frozenset(token for token, _, _ in tokens.values())
         pattern = _one_of(sorted(tokens)) if tokens else "(?!)"
         self._exact = re.compile(pattern)
         # Templates can change the case. The look-ahead also finds overlapping texts.
@@ -143,15 +137,13 @@ class ControlText:
         if [match.span() for match in own] == [m.span() for m in self._exact.finditer(restored)]:
             return tokenize(restored, True)
         tokens: list[int] = []
-        at, strips = 0, False
-        for match in (
-            *own,
-            None,
-        ):  # like llama.cpp: text between control tokens is tokenized by itself
+        at, follows = 0, False
+        # Like llama.cpp: text between control tokens is tokenized by itself.
+        for match in (*own, None):
             piece = text[at : match.start() if match else None]
-            control = self._tokens[match.group()] if match else None
-            piece = piece.lstrip(_SPACE) if strips else piece
-            piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
+            token, before, after = self._tokens[match.group()] if match else (-1, False, False)
+            piece = piece.lstrip(_SPACE) if follows else piece
+            piece = piece.rstrip(_SPACE) if before else piece
             piece_tokens = tokenize(piece.translate(stand_ins), False) if piece else []
             if not self._ids.isdisjoint(piece_tokens):  # user-defined: parsed in any text
                 parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
@@ -159,9 +151,9 @@ class ControlText:
                     t for part in parts for t in tokenize(part.translate(stand_ins), False)
                 ]
             tokens += piece_tokens
-            if match and control:
-                tokens.append(control.token)
-                at, strips = match.end(), control.strips_after
+            if match:
+                tokens.append(token)
+                at, follows = match.end(), after
         return tokens
 
 
@@ -181,8 +173,7 @@ def _has_prefix(ordered: Sequence[str], prefix: str) -> bool:
 def _one_of(texts: Sequence[str]) -> str:
     """Return a pattern that matches the longest of some sorted texts; common beginnings appear once."""
     first, last = texts[0], texts[-1]
-    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    start = first[:n]
+    start = first[: n_common(first, last)]
     by_next: dict[str, list[str]] = {}
     for text in texts:
         if text != start:

@@ -16,14 +16,14 @@ from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_header
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
-from .control_text import ControlText, ControlToken
+from .control_text import ControlText
 from .fingerprint import fingerprint, quick_key, states_of
 from .history import written_history
 from .templates import ChatTemplate
-from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
+from .text import TEXT_TYPES, TokenIds, decode_utf8, token_list
 from .turn_format import TurnFormat
 
-__all__ = ["Model", "token_piece"]
+__all__ = ["Model", "TextDecoder", "token_piece"]
 
 
 class Model:
@@ -596,8 +596,7 @@ class Model:
 
     @cached_property
     def _control_text(self) -> ControlText:
-        control = self.handle.control_tokens(self.chat_template or "")
-        return ControlText({text: ControlToken(*known) for text, known in control.items()})
+        return ControlText(self.handle.control_tokens(self.chat_template or ""))
 
     # -- pairs -------------------------------------------------------------------------------------
 
@@ -615,6 +614,25 @@ class Model:
             return str(token).encode(), False
         token = self.token_id(token)
         return self._handle.token_text(token), self._handle.is_control(token)
+
+
+class TextDecoder:
+    """Turns tokens into text one by one, without ever splitting a UTF-8 character."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._pending = b""
+
+    def feed(self, token: SupportsIndex) -> str:
+        """Return the text that ``token`` completes; may be empty."""
+        token = self._model.token_id(token)
+        text, self._pending = self._model.text_after(token, self._pending)
+        return text
+
+    def flush(self) -> str:
+        """Return the pending bytes as replacement characters, and drop them."""
+        left, self._pending = self._pending, b""
+        return left.decode("utf-8", "replace")
 
 
 def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:

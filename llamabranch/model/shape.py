@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
-__all__ = ["asking", "shape_of"]
+__all__ = ["asking", "pointed", "shape_of"]
 
 _MOST = 4000  # characters
 _MOST_PARTS = 1000  # in one attempt
@@ -45,6 +46,22 @@ def shape_of(schema: object) -> str:
     if len(text) > _MOST:
         text = f"{text[:_MOST].rpartition(chr(10))[0]}\n  ..."
     return text.encode("utf-8", "replace").decode()
+
+
+def pointed(reference: object, document: object) -> object:
+    """Return the part that a reference within the document points to; None if it points nowhere."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    value = document
+    for name in reference[1:].split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
 
 
 class _TooLong(Exception):
@@ -91,12 +108,8 @@ class _Writer:
         return str(kinds or "any JSON")
 
     def _referred(self, reference: str, schema: _Schema, level: int) -> str:
-        target: object = self._document
-        steps = reference.removeprefix("#").strip("/")
-        for step in steps.split("/") if steps else ():
-            name = step.replace("~1", "/").replace("~0", "~")
-            target = target.get(name) if isinstance(target, Mapping) else None
-        name = steps.rpartition("/")[2] or "the whole"
+        target = pointed(reference, self._document)
+        name = reference.strip("#/").rpartition("/")[2] or "the whole"
         if reference in self._open or target is None:
             return f"{{... {name}}}" if reference in self._open else "any JSON"
         self._open.append(reference)

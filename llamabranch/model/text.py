@@ -1,10 +1,10 @@
-"""Text from tokens: a streaming UTF-8 decoder, and a search for stop strings in the stream."""
+"""Text from tokens: UTF-8, lists of token ids, and a search for stop strings in the stream."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,9 @@ from ..errors import ConfigError, TokenizeError
 __all__ = [
     "NO_TOKEN",
     "StopStrings",
-    "TextDecoder",
     "TokenIds",
     "decode_utf8",
+    "n_common",
     "stop_strings",
     "token_list",
 ]
@@ -53,39 +53,25 @@ def token_list(tokens: TokenIds) -> list[int]:
     return [token if (n := plain_int(token)) is None else n for token in items]  # type: ignore[misc]
 
 
-class TextSource(Protocol):
-    """The part of a model that a decoder needs."""
-
-    def token_id(self, token: SupportsIndex) -> int:
-        """Return ``token`` as a plain integer, or raise TokenizeError."""
-
-    def text_after(self, token: int, pending: bytes) -> tuple[str, bytes]:
-        """Return the text that ``token`` completes, and the bytes of a still incomplete character."""
-
-
-class TextDecoder:
-    """Turns tokens into text one by one, without ever splitting a UTF-8 character."""
-
-    def __init__(self, model: TextSource) -> None:
-        self._model = model
-        self._pending = b""
-
-    def feed(self, token: SupportsIndex) -> str:
-        """Return the text that ``token`` completes; may be empty."""
-        token = self._model.token_id(token)
-        text, self._pending = self._model.text_after(token, self._pending)
-        return text
-
-    def flush(self) -> str:
-        """Return the pending bytes as replacement characters, and drop them."""
-        left, self._pending = self._pending, b""
-        return left.decode("utf-8", "replace")
-
-
 def decode_utf8(data: bytes) -> tuple[str, bytes]:
     """Return the text of ``data``, and the bytes of an incomplete character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
+
+
+def n_common(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the length of the common prefix of two lists or texts."""
+    n = min(len(left), len(right))
+    if left[:n] == right[:n]:
+        return n
+    low, high = 0, n  # they agree up to low, and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 NO_TOKEN = -1  # llama.cpp's LLAMA_TOKEN_NULL

@@ -11,11 +11,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from ..errors import UnsupportedError
 from .call_form import ArgumentTags, Around, CallForm, Mismatch, Part, Slot, Values, json_end
 from .templates import ChatTemplate
+from .text import n_common
 
 __all__ = ["TurnParts", "find_parts"]
 
@@ -445,7 +445,7 @@ class _Finder:
     def _from_words(self) -> tuple[str | None, str | None]:
         """Return the tags that the system message names when thoughts are switched on."""
         on, off = (self._seen.texts.get(f"prompt {state}", "") for state in (True, False))
-        n = _n_common(on, off)
+        n = n_common(on, off)
         match = re.search(r"(<[\w:|]+>)\s*(</[\w:|]+>)", on[n:])
         if match and "</" not in off[n : n + 200] and _words(match[1]) == _words(match[2]):
             return match[1], match[2]
@@ -728,19 +728,15 @@ def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str,
     """
     if in_list:
         return head, "", "", middle, tail
-    n_start = _n_common(reversed(head), reversed(middle))
+    n_start = n_common(head[::-1], middle[::-1])
     before = head[: len(head) - n_start]
     is_cut = before.rfind("<") > before.rfind(">")
     if is_cut and ">" in head[len(before) :]:
         n_start -= head[len(before) :].index(">") + 1
     start = head[len(head) - n_start :]
     left = middle[: len(middle) - n_start]
-    n_end = len(_whole_tags(tail[: _n_common(tail, left)]))
+    n_end = len(_whole_tags(tail[: n_common(tail, left)]))
     return head[: len(head) - n_start], start, tail[:n_end], left[n_end:], tail[n_end:]
-
-
-def _n_common(a: Iterable[str], b: Iterable[str]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 # -- a tag with the name, then arguments -----------------------------------------------------------
@@ -782,9 +778,9 @@ def _tags_of(bodies: Mapping[str, str | None], single: str) -> tuple[ArgumentTag
     none, two = bodies.get("none"), bodies.get("two")
     if none is None or two is None:
         raise Mismatch
-    rest = single[len(_whole_tags(single[: _n_common(single, none)])) :]
+    rest = single[len(_whole_tags(single[: n_common(single, none)])) :]
     rest_of_none = none[len(single) - len(rest) :]
-    inner = rest[: len(rest) - _n_common(reversed(rest), reversed(rest_of_none))]
+    inner = rest[: len(rest) - n_common(rest[::-1], rest_of_none[::-1])]
     first, at_value = inner.find(_KEY), inner.find(_VALUE)
     if not 0 <= first < at_value:
         raise Mismatch
@@ -860,7 +856,7 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
 def _common(texts: Sequence[str]) -> str:
     """Return the common beginning of all texts."""
     first, last = min(texts), max(texts)
-    return first[: _n_common(first, last)]
+    return first[: n_common(first, last)]
 
 
 def _whole_tags(text: str, *, brackets: bool = False) -> str:

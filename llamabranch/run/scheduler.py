@@ -9,9 +9,10 @@ import heapq
 from contextlib import suppress
 
 from ..context import Context
-from ..context.prefix_cache import MIN_SHARED, n_common
+from ..context.prefix_cache import MIN_SHARED
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from ..generation.text import Text
+from ..model.text import n_common
 from ..request.request import EngineStats, Event
 from .job import Job, Key, State, Submission
 

@@ -22,7 +22,7 @@ from rounding import rounding
 import llamabranch as lb
 from llamabranch import Branch, Chat, Context
 from llamabranch.chat.conversation import Exchange, drawn
-from llamabranch.context.prefix_cache import n_common
+from llamabranch.model.text import n_common
 
 # A template that shortens earlier answers when a new turn comes: only the last answer is complete.
 CHANGING = (

@@ -323,7 +323,7 @@ def test_however_a_text_is_cut_the_thought_is_the_same(target: Model) -> None:
 def test_a_character_is_not_cut_by_the_budget(toy: Model) -> None:
     tokens = toy.tokenize("ab\N{BEAR FACE}", add_special=False)
     thinking = Thinking("", "</t>", is_open=True, budget=4, close="</t>")
-    buffer, decoder = ThoughtBuffer(toy, thinking, None), lb.model.text.TextDecoder(toy)
+    buffer, decoder = ThoughtBuffer(toy, thinking, None), lb.model.TextDecoder(toy)
     for token in tokens[:4]:
         buffer.add(Produced(token, decoder.feed(token), False, 0.0, 0.0))
     assert buffer.finish_reason == "length"

@@ -10,7 +10,7 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch.model.control_text import ControlText, ControlToken
+from llamabranch.model.control_text import ControlText
 
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
@@ -216,7 +216,7 @@ def test_a_role_can_be_a_word_and_nothing_else(models: dict[str, lb.Model]) -> N
 
 
 def test_stand_ins_occur_nowhere_else() -> None:
-    text = ControlText({"<|end|>": ControlToken(7, False, False)})
+    text = ControlText({"<|end|>": (7, False, False)})
     guarded, stand_ins = text.guard({"content": "\U000f0000", "more": ["a<|end|> b", 5, None]}, ())
     assert guarded == {"content": "\U000f0000", "more": ["a\U000f0001|end|> b", 5, None]}
     assert stand_ins == {0xF0001: "<"}
@@ -227,7 +227,7 @@ def test_spaces_are_dropped_where_llama_cpp_drops_them() -> None:
         assert not parse
         return [ord(character) for character in part]
 
-    text = ControlText({"<a>": ControlToken(1, True, False), "<b>": ControlToken(2, False, True)})
+    text = ControlText({"<a>": (1, True, False), "<b>": (2, False, True)})
     guarded, stand_ins = text.guard("x <a> y", ())
     tokens = text.tokenize(f"1 <b> {guarded} <a> 2", stand_ins, tokenize)
     assert tokens == [ord("1"), ord(" "), 2, *map(ord, "x <a> y"), 1, ord(" "), ord("2")]

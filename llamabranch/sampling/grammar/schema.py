@@ -19,10 +19,11 @@ from typing import NoReturn
 from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError, told
 from ...model.functions import type_schemas
+from ...model.shape import pointed
 from .patterns import CONTROLS, rust_pattern
 
 __all__ = [
-    "REFUSED", "TAKEN", "check_depth", "of_type", "parse", "place", "pointed", "value", "without_unique",
+    "REFUSED", "TAKEN", "check_depth", "of_type", "parse", "place", "value", "without_unique",
 ]  # fmt: skip
 
 Schema = dict[str, object]
@@ -239,22 +240,6 @@ def _units(multiple: object) -> int:
     if units > _MOST_MULTIPLE or places > 9:
         raise GrammarError(f"multipleOf {multiple!r:.40} has too many digits")
     return units * int(10**places)
-
-
-def pointed(reference: object, document: object) -> object:
-    """Return the part that a reference within the document points to; None if it points nowhere."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    value = document
-    for name in reference[1:].split("/")[1:]:
-        key = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict):
-            value = value.get(key)
-        elif isinstance(value, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
 
 
 def _within(part: Schema) -> Iterator[tuple[str, Schema]]:

@@ -11,11 +11,11 @@ from functools import lru_cache
 from ...errors import GrammarError, GrammarWarning, UnsupportedError, warn
 from ...model import Model
 from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_text_schema
+from ...model.shape import pointed
 from ...model.tools import Tools
 from . import schema as json_schemas
 from .gbnf import ranges
 from .grammar import Grammar
-from .schema import pointed
 
 __all__ = ["turn_grammar"]
 

@@ -65,7 +65,6 @@ class Agent(Settings, Generic[T]):
         output: the type of the answer: a pydantic model, or anything that `Grammar.from_json_schema`
             takes. After its answer the agent is asked to repeat it as JSON; ``report.parsed`` is an
             instance of the type.
-        show_schema: whether the question for the JSON describes the type.
         name, about: its name and description if it is a tool of another agent.
         tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
         parallel_calls: whether a turn may have several calls.
@@ -103,7 +102,6 @@ class Agent(Settings, Generic[T]):
         tools: Sequence[Callable[..., object] | Agent] = (),
         output: type[T] | None = None,
         *,
-        show_schema: bool = True,
         name: str = "agent",
         about: str = "",
         tool_choice: str = "auto",
@@ -136,15 +134,14 @@ class Agent(Settings, Generic[T]):
         check_names(settings, _PARAMETERS)
         flag("forks", forks)
         flag("parallel_calls", parallel_calls)
-        flag("show_schema", show_schema)
         thinking_budget(think)  # a bad value is refused now
         self.target, self.context = target, context
         if isinstance(messages, str):
             messages = [("system", messages)] if messages else ()
         self.messages = [] if messages in ((), []) else chat_messages(messages)
         self.tools = _known(tools, context, forks=forks)
-        self.grammar, self.show_schema = _output(output), show_schema
-        self.name, self.about = name, instance("about", about, str)
+        self.grammar, self.name = _output(output), name
+        self.about = instance("about", about, str)
         self.tool_choice, self.parallel_calls = tool_choice, parallel_calls
         self.max_turns = whole("max_turns", max_turns, 1)
         self.max_tokens = whole("max_tokens", max_tokens, 1)

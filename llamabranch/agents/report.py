@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, cast
 
@@ -36,10 +35,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
         name, call: for a call or a result: the function's name, and the call's id.
         error: for a result: "told" = the model was told that the call failed, "raised" = the function
             raised an exception that ends the agent. For an end: the error, as text.
-        tokens: for a prompt: its tokens after the first ``n``. For a text: all tokens of the turn,
-            including its thought and its calls.
-        n: how many of the agent's tokens a prompt keeps, or how many are processed again.
-        seed: the seed of the turn.
+        n: how many tokens are processed again.
         seconds: the time of a turn or a call, or of the whole agent.
         report: for an end: the report of the agent.
     """
@@ -52,9 +48,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
     name: str = ""
     call: str = ""
     error: str = ""
-    tokens: Sequence[int] = ()
     n: int = 0
-    seed: int | None = None
     seconds: float = 0.0
     report: Report | None = None
 
@@ -69,7 +63,6 @@ class AgentStats:
         reread: how many of ``evaluated`` had been processed or generated before. Others have
             needed their cells since, or the template now writes them differently.
         generated: tokens that were generated.
-        preemptions: how often a turn lost its cells while it ran, and was processed again.
         seconds: from the beginning of the run to its end.
     """
 
@@ -77,12 +70,11 @@ class AgentStats:
     cached: int = 0
     reread: int = 0
     generated: int = 0
-    preemptions: int = 0
     seconds: float = 0.0
 
     def add(self, other: AgentStats) -> None:
         """Add the tokens of another run."""
-        for name in ("evaluated", "cached", "reread", "generated", "preemptions"):
+        for name in ("evaluated", "cached", "reread", "generated"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 

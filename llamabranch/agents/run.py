@@ -39,7 +39,6 @@ _ROOM = 256  # tokens and cells kept for the last turn, or an eighth of max_toke
 _MOST_FAILED = 3  # turns in a row in which all calls failed
 _REPEATED = "made already; its result is above"
 _AROUND = 64  # tokens that a template writes around a result
-_AS_JSON = "Give the answer as JSON."
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _numbers = count()
 _LEAVE_S = 1.0  # the time in which a cancelled async tool has to end
@@ -107,17 +106,10 @@ class Session:
     stats: dict[str, AgentStats] = field(default_factory=dict)
     number: str = field(default_factory=lambda: f"agent-{next(_numbers)}")
 
-    @property
-    def streams(self) -> bool:
-        """Whether texts are reported in pieces, while they are written."""
-        return self.listen is not None
-
-    def tell(self, step: Step, *, is_piece: bool = False) -> None:
-        """Pass a step on, and keep it; a piece of a text is only passed on."""
-        if not is_piece:
-            self.steps.append(step)
-        is_told = is_piece or not (self.streams and step.kind in ("thought", "text"))
-        if is_told and self.listen is not None:
+    def tell(self, step: Step) -> None:
+        """Keep a step, and pass it on unless its text has been passed on in pieces."""
+        self.steps.append(step)
+        if self.listen is not None and step.kind not in ("thought", "text"):
             self.listen(step)
 
     async def run(self, paths: Sequence[AgentPath]) -> list[Report]:
@@ -232,7 +224,8 @@ class AgentPath:
         self._session.tell(self._step(kind, text, **more))
 
     def _tell_piece(self, kind: str, text: str) -> None:
-        self._session.tell(self._step(kind, text), is_piece=True)
+        if text and self._session.listen is not None:
+            self._session.listen(self._step(kind, text))
 
     # -- turns ---------------------------------------------------------------------------------------
 
@@ -308,7 +301,7 @@ class AgentPath:
             turn = self._unknown_calls(turn, salt)
         if turn.thought:
             self._tell("thought", turn.thought)
-        self._tell("text", turn.content, tokens=result.tokens, seed=self._seed, seconds=seconds)
+        self._tell("text", turn.content, seconds=seconds)
         self._text = turn.content.strip()
         if result.finish_reason != "stop":
             self._messages.append({"role": "assistant", "content": turn.content})
@@ -356,7 +349,8 @@ class AgentPath:
             priority=-self._turn,
             thinking=thinking,
         )
-        begun, streams, timer, engine = perf_counter(), session.streams, None, session.engine
+        begun, timer, engine = perf_counter(), None, session.engine
+        streams = session.listen is not None
         if self._agent.max_seconds is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(max(0.0, self._seconds_left()), engine.abort, name)
@@ -382,12 +376,11 @@ class AgentPath:
         """Report the piece of text in an event."""
         produced = event.emitted
         if event.is_thought:
-            if event.thought:
-                self._tell_piece("thought", event.thought)
+            self._tell_piece("thought", event.thought)
         elif produced is not None and reader is not None:
             text = produced.text if produced.is_stop else token_text(self._context.model, produced)
             self._tell_pieces(reader.feed(text))
-        elif event.text:
+        else:
             self._tell_piece("text", event.text)
 
     def _tell_pieces(self, events: Sequence[TurnEvent]) -> None:
@@ -404,7 +397,6 @@ class AgentPath:
         self._stats.reread += max(0, min(self._n_evaluated, n_prompt) - cached)
         self._stats.generated += len(result.tokens)
         self._n_left -= len(result.tokens)
-        self._stats.preemptions += result.num_preemptions
         self._n_evaluated = len(self._tokens) - (result.finish_reason != "stop")
 
     def _add(self, prompt: Sequence[int], text: str = "") -> None:
@@ -414,7 +406,7 @@ class AgentPath:
             self._tell("reread", n=self._n_evaluated - kept)
             self._n_evaluated = kept
         self._tokens = list(prompt)
-        self._tell("prompt", text, tokens=self._tokens[kept:], n=kept, seed=self._seed)
+        self._tell("prompt", text)
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -492,13 +484,7 @@ class AgentPath:
                     value = await threaded(partial(function, **arguments))
                 while inspect.isawaitable(value):
                     value = await value
-                if inspect.isasyncgen(value):
-                    items = value
-                    value = []
-                    async for item in items:
-                        value.append(item)
-                        await asyncio.sleep(0)  # one that never waits must not keep the event loop
-                return await threaded(lambda: text_of(value, is_heard=lambda: not waiting.done()))
+                return await threaded(partial(text_of, value))
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # an event loop would end with SystemExit, for instance
@@ -597,8 +583,7 @@ class AgentPath:
 
     async def _answer_typed(self, grammar: Grammar) -> None:
         """Ask for the answer as JSON, and ask again if the type refuses it."""
-        shows = self._agent.show_schema
-        question = asking(json.loads(grammar.source)) if shows else _AS_JSON
+        question = asking(json.loads(grammar.source))
         for _ in range(2):
             new: list[dict[str, object]] = [{"role": "user", "content": question}]
             prompt = self._turns.following(self._tokens, self._messages, new, is_turn=False)

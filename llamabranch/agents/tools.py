@@ -7,9 +7,8 @@ import json
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import cast
 
 from ..context import Context
@@ -65,11 +64,6 @@ class Tool:
         """The name that the model calls it by."""
         return str(cast(Mapping[str, object], self.described["function"])["name"])
 
-    @property
-    def parameters(self) -> object:
-        """The JSON schema of its arguments."""
-        return cast(Mapping[str, object], self.described["function"])["parameters"]
-
 
 class Settings:
     """The arguments of an agent, checked; see `Agent`."""
@@ -78,11 +72,8 @@ class Settings:
     messages: list[dict[str, object]]
     tools: Mapping[str, Tool]
     grammar: Grammar | None  # of answers in JSON
-    show_schema: bool
     name: str
     about: str
-    tool_choice: str
-    parallel_calls: bool
     max_turns: int
     max_tokens: int
     max_seconds: float | None
@@ -128,8 +119,8 @@ def fork(tasks: list[str]) -> None:
 def fork_tool() -> Tool:
     """Return the tool that forks the agent that calls it."""
     tool = tool_of(fork)
-    schema = cast("dict[str, dict[str, dict[str, object]]]", tool.parameters)
-    schema["properties"]["tasks"].update(minItems=1, maxItems=MOST_FORKS)
+    function = cast("dict[str, dict[str, dict[str, dict[str, int]]]]", tool.described["function"])
+    function["parameters"]["properties"]["tasks"].update(minItems=1, maxItems=MOST_FORKS)
     return tool
 
 
@@ -181,20 +172,17 @@ def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, ob
 # -- results ---------------------------------------------------------------------------------------
 
 
-def text_of(value: object, *, is_heard: Callable[[], bool] = lambda: True) -> str:
+def text_of(value: object) -> str:
     """Return a function's result as text: text as it is, everything else as JSON.
 
-    Half a surrogate pair, which is not text, becomes a question mark. A generator becomes a list;
-    it is closed as soon as ``is_heard`` returns False.
+    Half a surrogate pair, which is not text, becomes a question mark.
 
     Raises:
         TypeError: it has no JSON.
-        BaseException: a generator raised it.
     """
-    if inspect.isgenerator(value):
-        with closing(value) as items:
-            value = [*takewhile(lambda _: is_heard(), items)]
     try:
+        if inspect.isgenerator(value):  # pydantic would run it
+            raise TypeError("it is a generator")
         return (
             (value if isinstance(value, str) else _json(value)).encode("utf-8", "replace").decode()
         )

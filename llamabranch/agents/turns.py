@@ -17,8 +17,6 @@ __all__ = ["Messages", "Turns"]
 
 _CALL = re.compile(r'"name"\s*:\s*"[^"]*"\s*,?\s*"(arguments|parameters)"')
 _LONG = 1000  # characters of a message that is rendered again after each turn
-_REMEMBERED = 20_000  # characters of a conversation whose tokens are remembered
-_MOST_RECENT = 64  # conversations whose tokens are remembered
 Messages = Sequence[Mapping[str, object]]
 
 
@@ -36,7 +34,6 @@ class Turns:
         choice = "auto" if tools.is_used else "none"
         self.others = Tools(tools.given, choice, self.form, parallel=tools.parallel)
         self._variables = thinking_variables(self.form, think)
-        self._recent: dict[str, list[int]] = {}  # the tokens of short conversations
 
     # -- grammars ----------------------------------------------------------------------------------
 
@@ -76,23 +73,11 @@ class Turns:
         Raises:
             LlamaBranchError: the template refuses it.
         """
-        key = repr((answers, has_tools, *messages))
-        tokens = self._recent.get(key)
-        if tokens is None:
-            talk = conversation(
-                self.model,
-                messages,
-                self.first if has_tools else Tools(()),
-                self._variables,
-                continues=False,
-                generates=answers,
-            )
-            tokens = talk.tokens(self.model)
-            if len(key) < _REMEMBERED:  # the next turn asks for it again
-                self._recent[key] = tokens
-                if len(self._recent) > _MOST_RECENT:
-                    self._recent.pop(next(iter(self._recent)), None)
-        return [*tokens]
+        tools = self.first if has_tools else Tools(())
+        talk = conversation(
+            self.model, messages, tools, self._variables, continues=False, generates=answers
+        )
+        return talk.tokens(self.model)
 
     @cached_property
     def _n_begun(self) -> int:

@@ -105,28 +105,17 @@ def divergence(
     text_chunks(ctx, parts[0] * 2, window, 1)  # raises if the model has no room for a window
     result = KLDivergence(len(parts[0]), len(parts))
     first = result.window // 2
+    rows: list[npt.NDArray[np.float32]] = []
+
+    def hold(_i: int, _token: int, row: LogitsRow) -> float:
+        rows.append(row.array.copy())
+        return 0.0
+
+    def compare(i: int, token: int, row: LogitsRow) -> tuple[float, ...]:
+        return _compared(row.array, rows[i - first], token)
+
     for part in with_bos(models[0], parts):
-        rows: list[npt.NDArray[np.float32]] = []
-
-        def hold(
-            _chunk: int,
-            _i: int,
-            _token: int,
-            row: LogitsRow,
-            rows: list[npt.NDArray[np.float32]] = rows,
-        ) -> float:
-            rows.append(row.array.copy())
-            return 0.0
-
-        def compare(
-            _chunk: int,
-            i: int,
-            token: int,
-            row: LogitsRow,
-            rows: list[npt.NDArray[np.float32]] = rows,
-        ) -> tuple[float, ...]:
-            return _compared(row.array, rows[i - first], token)
-
+        rows.clear()
         Perplexity(result.window, 1).read(base, [part], hold)
         result.rows.extend(KLDivergence(result.window, 1).read(ctx, [part], compare).rows)
         if progress is not None:

@@ -20,9 +20,9 @@ from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
 
 Floats = npt.NDArray[np.float64]
-# Called with the number of a chunk, the index of one of its tokens, the next token, and the logits for
-# that token, which are valid until it returns. Its result is kept.
-Value = Callable[[int, int, int, LogitsRow], float | tuple[float, ...]]
+# Called with the index of a token in its chunk, the next token, and the logits for that token, which are
+# valid until it returns. Its result is kept.
+Value = Callable[[int, int, LogitsRow], float | tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Chunked:
             def show(
                 text: int, i: int, row: LogitsRow, low: int = low, rows: Floats = rows
             ) -> None:
-                rows[text, i - 1 - first] = value(low + text, i - 1, chunks[low + text][i], row)
+                rows[text, i - 1 - first] = value(i - 1, chunks[low + text][i], row)
 
             read_alone(ctx, group, first + 1, show)
             self.rows.extend(rows)
@@ -88,30 +88,24 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Perplexity(Chunked):
-    """The perplexity of a text, or of the part that is done."""
+    """The perplexity of a text, or of the part that is done.
+
+    ``rows`` has -log p of each token, nats.
+    """
 
     _SHAPE = ()
-
-    def __repr__(self) -> str:
-        of = f"{self.n_done} of {self.n_chunks} chunks of {self.window} tokens"
-        return f"<Perplexity {self.value:.4f} ± {self.stderr:.4f}, {of}>"
-
-    @property
-    def losses(self) -> list[Floats]:
-        """For each finished chunk -log p of its scored tokens, nats, float64."""
-        return self.rows
 
     @property
     def value(self) -> float:
         """The perplexity: exp of the mean loss; NaN without a token, infinite if it overflows."""
-        return exp(float(np.mean(np.concatenate(self.losses)))) if self.losses else math.nan
+        return exp(float(np.mean(np.concatenate(self.rows)))) if self.rows else math.nan
 
     @property
     def stderr(self) -> float:
         """The standard error of ``value``, as in llama-perplexity: ``value`` x that of the mean loss."""
         if self.n_tokens < 2:
             return math.nan
-        losses = np.concatenate(self.losses)
+        losses = np.concatenate(self.rows)
         variance = float(np.mean(losses**2) - np.mean(losses) ** 2)
         return self.value * math.sqrt(max(0.0, variance) / (len(losses) - 1))
 
@@ -148,7 +142,7 @@ def perplexity(
     return result.read(ctx, with_bos(ctx.model, parts), _loss, progress)
 
 
-def _loss(_chunk: int, _i: int, token: int, row: LogitsRow) -> float:
+def _loss(_i: int, token: int, row: LogitsRow) -> float:
     """Return -log p of a token, nats."""
     return -row.logprob(token)
 

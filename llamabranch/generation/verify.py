@@ -209,17 +209,14 @@ def apply_rule(
     seed: int,
     position: int,
 ) -> Acceptance:
-    """Apply ``rule``, one of :data:`RULES` or a function, to a draft, with the noise of (seed, position).
+    """Apply a rule other than "seeded", or a function, to a draft, with the noise of (seed, position).
 
-    Arguments as for :func:`token_rule`; ``position`` is where the first drafted token stands. The seeded
-    rule ignores ``sources``.
+    Arguments as for :func:`token_rule`; ``position`` is where the first drafted token stands.
 
     Raises:
         ConfigError: an unknown rule, a token whose source gives it probability zero, or a function that
             returns no `Acceptance` of this draft.
     """
-    if rule == "seeded":
-        return seeded_rule(drafted, lambda i: target(i).draw(seed, position + i))
     known = {"token": token_rule, "block": block_rule}
     chosen = known.get(rule) if isinstance(rule, str) else rule
     if chosen is None:
@@ -309,24 +306,18 @@ class Plan:
         draft: the tokens.
 
     Attributes:
-        tokens: the tokens to decode: the text's last one, if the cache lacks it, and the drafted
-            ones.
+        tokens: the tokens to decode: the text's last one, and the drafted ones.
         rows: the logits after each of them, valid until the next decode. Set by ``decode``, or by
             the caller if a shared decode has computed them.
     """
 
     def __init__(self, text: Text, draft: Draft) -> None:
-        first = text.lacking()
-        if (
-            not first
-        ):  # the drafter, which may be the user's code, has read the logits after the text
+        if not text.is_behind:  # the drafter, a user's code, has read the logits after the text
             text.truncate(len(text.tokens) - 1)
-            first = text.lacking()
-        self.tokens = [*first, *draft.tokens]
+        self.tokens = [*text.lacking(), *draft.tokens]
         self.rows: Sequence[LogitsRow] = ()
         self._text = text
         self._draft = draft
-        self._n_first = len(first)
         self._fork: int | None = None  # the sequence of a decode that cannot be undone in place
         self._samplers = [text.sampler]  # samplers that have accepted 0, 1, ... drafted tokens
 
@@ -339,7 +330,7 @@ class Plan:
         text = self._text
         ctx = text.ctx
         text.check_usable()
-        if len(self.tokens) == 1 or ctx.kv_cache.undoes(len(self.tokens) - 1):
+        if ctx.kv_cache.undoes(len(self.tokens) - 1):
             expiring = text.expiring_rows()
             self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
             return self.rows
@@ -473,16 +464,15 @@ class Plan:
         Returns:
             the text that each token completes.
         """
-        text, n_first, cache = self._text, self._n_first, self._text.ctx.kv_cache
-        tokens, rows = self.tokens[: n_first + n], self.rows[: n_first + n]
+        text, cache = self._text, self._text.ctx.kv_cache
+        tokens, rows = self.tokens[: 1 + n], self.rows[: 1 + n]
         sampler = self._sampler(n)
         scored, completed = sampler.params.logprobs, []
         with text.undone_on_error():
-            row = rows[0] if n_first else None
-            for token, after in zip(tokens[n_first:], rows[n_first:], strict=True):
-                surprisal = -row.logprob(token) if row is not None and scored else math.nan
+            for token, row in zip(tokens[1:], rows, strict=False):
+                surprisal = -row.logprob(token) if scored else math.nan
                 completed.append(text.append_accepted(token, surprisal))
-                row = after
+            row = rows[-1]
             text.use_sampler(sampler)
             if self._fork is not None:
                 row = self._keep_fork(self._fork, tokens, rows)

@@ -32,28 +32,19 @@ from ..sampling.noise import derive_seed, seed_from_text
 from .loop import Loop
 from .running import RunningText
 
-__all__ = ["TRANSITIONS", "Job", "State", "Submission"]
+__all__ = ["Job", "State", "Submission"]
 
 Key = tuple[int, int, int]  # (priority, number of the request, sample), in the order of admission
 
 
 class State(Enum):
-    """The state of a job; `TRANSITIONS` lists which states may follow which."""
+    """The state of a job."""
 
     WAITING = "waits in the queue"
     READING = "has a sequence, and reads the tokens that the cache lacks"
     RUNNING = "generates"
     PARKED = "is not continued for now; it keeps its sequence while there is room"
     ENDED = "has its result"
-
-
-TRANSITIONS: dict[State, set[State]] = {
-    State.WAITING: {State.READING, State.RUNNING, State.PARKED, State.ENDED},
-    State.READING: {State.WAITING, State.RUNNING, State.PARKED, State.ENDED},
-    State.RUNNING: {State.WAITING, State.READING, State.PARKED, State.ENDED},
-    State.PARKED: {State.WAITING, State.ENDED},
-    State.ENDED: set(),
-}
 
 
 class Submission:
@@ -165,7 +156,7 @@ class Job:
             ended.
         running: the text as the loop runs it; None until the prompt is read.
         stats: counts its rounds.
-        state: its current state; ``become`` changes it.
+        state: its current state.
         n_decoded: how many tokens of its prompt the last step has read.
         error: why these tokens could not be read, or why the job cannot be served at all.
         shared: the job with which it shares the cells of its first tokens, and the number of these
@@ -273,16 +264,6 @@ class Job:
 
     # -- states --------------------------------------------------------------------------------------
 
-    def become(self, state: State) -> None:
-        """Change its state.
-
-        Raises:
-            RuntimeError: `TRANSITIONS` does not allow it; nothing changes.
-        """
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"{self!r} {self.state.value}: it cannot become {state.name}")
-        self.state = state
-
     @property
     def is_thinking(self) -> bool:
         """Whether it generates a thought, or a text that may still become one."""
@@ -340,7 +321,7 @@ class Job:
             self.text.seed = self.seed
             self._thought_running, self.running = self.running, None
             self.shared = (None, 0)
-            self.become(State.READING)
+            self.state = State.READING
         if not self.submission.reports_tokens:
             return []
         return [Event(self.name, self.sample, ended_thought=self.thought)]
@@ -357,7 +338,7 @@ class Job:
     def admit(self, sequence: Text, n_cached: int) -> None:
         """Give it a sequence that holds its first ``n_cached`` tokens."""
         self.sequence = sequence
-        self.become(State.READING)
+        self.state = State.READING
         if self.wants_rows:  # cached tokens are before ``logprobs_from`` and get no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -416,7 +397,7 @@ class Job:
         running.on_round = request.on_round
         if thought is not None:
             thought.close()
-        self.become(State.RUNNING)
+        self.state = State.RUNNING
         # 3. Draw the first token. A job that was preempted continues after its last token instead.
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
             last = output.emitted[-1]

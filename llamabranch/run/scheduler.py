@@ -90,14 +90,14 @@ class Scheduler:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
-                first.become(State.PARKED)
+                first.state = State.PARKED
             else:
                 return first
         return None
 
     def requeue(self, job: Job) -> None:
         """Put a text that has begun back into the queue."""
-        job.become(State.WAITING)
+        job.state = State.WAITING
         heapq.heappush(self._queue, (job.key, job))
 
     def pause(self, name: str) -> None:
@@ -115,7 +115,7 @@ class Scheduler:
 
     def park(self, job: Job) -> None:
         """Do not continue an active text for now; it keeps its sequence while there is room."""
-        job.become(State.PARKED)
+        job.state = State.PARKED
         self.active.remove(job)
         self.idle.append(job)
 
@@ -141,8 +141,7 @@ class Scheduler:
         for jobs in (self.active, self.idle):
             if job in jobs:
                 jobs.remove(job)
-        if job.state is not State.ENDED:
-            job.become(State.ENDED)
+        job.state = State.ENDED
         job.release()
 
     def rebuild(self) -> None:
@@ -162,8 +161,8 @@ class Scheduler:
             del self._known[name]
         for job in jobs:
             job.equals = []
-            if job.state not in (State.WAITING, State.PARKED):
-                job.become(State.WAITING)
+            if job.state is not State.PARKED:
+                job.state = State.WAITING
             if job.state is State.WAITING:
                 queue.append((job.key, job))
         queue += [(s.key, s) for s in self._known.values() if s.samples]
@@ -270,7 +269,7 @@ class Scheduler:
         if job.sequence is not None:  # it was parked
             self.idle.remove(job)
             self.active.append(job)
-            job.become(State.RUNNING)
+            job.state = State.RUNNING
             return True
         source, n_cached = self._best_prefix(job)
         if source is not None and source.is_reading and source.text.n_cached < n_cached:

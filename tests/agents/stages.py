@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 from pydantic import BaseModel, RootModel, field_validator
 from scripts import call
@@ -25,7 +24,6 @@ SCRIPTS = {
     "raises": [call("add", a=1, b=2) + call("fails", how="raises"), "never"],
     "ends": [call("ends"), "never"],
     "calls": [call("called"), "I have read it."],
-    "counts": [call("counts", n=3), "I have read it."],
     "hangs": [call("hangs"), "It takes long."],
     "sleeps": [call("sleeps"), "It takes long."],
     "again": [call("name")] * 5 + ["Enough."],
@@ -86,13 +84,6 @@ def fails(how: str) -> str:
             raise LookupError("no such key")
         case _:
             raise ZeroDivisionError("by zero")
-
-
-def counts(n: int) -> Iterator[int]:
-    """Count, and fail from the fourth on."""
-    yield from range(n)
-    if n > 3:
-        raise ToolError("too many")
 
 
 RELEASED = threading.Event()  # threads that hang end with the tests

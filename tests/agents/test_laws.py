@@ -100,7 +100,7 @@ def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
         reports = tell(engine)
         asyncio.run(engine.close())
         if case == "a small cache":  # otherwise this test would show nothing
-            assert sum(r.stats.reread + r.stats.preemptions for r in reports) > 0
+            assert sum(r.stats.reread for r in reports) > 0
         if ctx.prefix_cache is not None:
             assert_left_alone(ctx)
     assert [transcript(r) for r in reports] == [transcript(r) for r in alone]
@@ -277,7 +277,10 @@ def test_law_8_a_seed_and_equal_results_give_equal_steps(stage: Context, case: s
             for path in {s.path for s in a.steps}:
                 mine, again = (
                     [
-                        astuple(replace(s, seconds=0.0, report=None))
+                        (
+                            astuple(replace(s, seconds=0.0, report=None)),
+                            s.report and s.report.tokens,
+                        )
                         for s in c.steps
                         if s.path == path
                     ]

@@ -39,7 +39,7 @@ def test_perplexity_is_that_of_raw_logits(ctx: Context) -> None:
     expected = [
         losses_by_hand(ctx, tokens[i * 32 : (i + 1) * 32], 16) for i in range(result.n_chunks)
     ]
-    assert np.concatenate(result.losses) == pytest.approx(np.concatenate(expected), abs=1e-5)
+    assert np.concatenate(result.rows) == pytest.approx(np.concatenate(expected), abs=1e-5)
     flat = np.concatenate(expected)
     assert result.value == pytest.approx(math.exp(flat.mean()), rel=1e-5)
     assert result.stderr == pytest.approx(
@@ -55,7 +55,7 @@ def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
     tokens = toy.tokenize(text)
     with lb.Context(toy, n_ctx=256, n_seq_max=1, n_threads=1, exact=True) as ctx:
         result = perplexity(ctx, text, 8)
-        for i, losses in enumerate(result.losses):
+        for i, losses in enumerate(result.rows):
             chunk = [0, *tokens[8 * i + 1 : 8 * i + 8]]
             assert losses == pytest.approx(losses_by_hand(ctx, chunk, 4), abs=1e-3)
 
@@ -78,7 +78,7 @@ def test_few_rows_at_a_time_and_chunks_side_by_side_change_nothing(
             target, n_ctx=512, n_seq_max=n_seq_max, n_outputs_max=n_outputs_max, n_batch=n_batch,
             n_threads=1, **options,
         ) as ctx:  # fmt: skip
-            values.append(np.concatenate(perplexity(ctx, TEXT, 32).losses).tolist())
+            values.append(np.concatenate(perplexity(ctx, TEXT, 32).rows).tolist())
             ctx.audit()
     assert all(value == values[0] for value in values)
 
@@ -104,7 +104,7 @@ def test_an_interrupted_run_has_told_what_is_done(kind: str, ctx: Context) -> No
     assert (result.n_done, result.n_tokens, result.window) == (2, 2 * 15, 32)
     assert result.n_chunks == whole.n_chunks > 2
     if kind == "perplexity":
-        losses = np.concatenate(whole.losses[:2])
+        losses = np.concatenate(whole.rows[:2])
         assert result.value == pytest.approx(math.exp(losses.mean()), rel=1e-5)
 
 

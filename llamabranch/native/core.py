@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,12 +57,8 @@ class _Sampler(ctypes.Structure):
     )
 
 
-class _Choice(ctypes.Structure):
+class _Choice(RowMeasure):
     _fields_ = (
-        ("logsumexp", ctypes.c_double),
-        ("entropy", ctypes.c_double),
-        ("top", ctypes.c_float),
-        ("best", ctypes.c_int32),
         ("logprob", ctypes.c_double),
         ("token", ctypes.c_int32),
         ("n", ctypes.c_int32),
@@ -111,8 +108,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return library, f"compiled ({variant})"
 
 
+_library: Any  # None: not available
 _library, description = _load()
-library = _library  # None: not available
 available = _library is not None
 
 
@@ -123,8 +120,6 @@ def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, f
         (best token, log-sum-exp, entropy in nats) of each row. The best token is -1 and the numbers are
         NaN if the row contains NaN or has no finite maximum.
     """
-    if _library is None:
-        raise RuntimeError("the compiled core is not available")
     rows = (RowMeasure * n_rows)()
     _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
     return [(row.best, row.logsumexp, row.entropy) for row in rows]
@@ -132,8 +127,6 @@ def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, f
 
 def softmax(logits: Logits) -> Logits:
     """Return the probabilities of ``logits`` (n,), whose first is the largest, in 32-bit floats."""
-    if _library is None:
-        raise RuntimeError("the compiled core is not available")
     address, logits = address_of(logits)
     probs = np.empty(len(logits), dtype=np.float32)
     _library.lb_softmax(address, len(logits), probs.ctypes.data)
@@ -201,8 +194,6 @@ class RowSampler:
         bias: Mapping[int, float],
         is_masked: bool = False,
     ) -> None:
-        if _library is None:
-            raise RuntimeError("the compiled core is not available")
         self._ids = np.empty(n_vocab, dtype=np.int32)
         self._weights = np.empty(n_vocab, dtype=np.float64)
         self._scratch = (
@@ -279,15 +270,7 @@ class Stepper:
     def __init__(
         self, decode: int, get_logits: int, ctx: int, stop: int, batch: ctypes.Structure
     ) -> None:
-        if _library is None:
-            raise RuntimeError("the compiled core is not available")
-        self._decoder = _Decoder(
-            decode=decode,
-            get_logits=get_logits,
-            ctx=ctx,
-            stop=stop,
-            batch=batch,
-        )
+        self._decoder = _Decoder(decode, get_logits, ctx, stop, batch)
         self._at = ctypes.addressof(self._decoder)
         self._step = _library.lb_step
 

@@ -8,6 +8,7 @@ llama-cpp-python 0.3.36. llama.cpp may still reject a file that passes, with an 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from ..errors import ModelLoadError
@@ -52,16 +53,9 @@ def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[str, str] |
     A check may refuse more values than are known to be fatal. A comment there then says which values did
     no harm.
     """
-    return next(_vocabulary(header) if vocab_only else _found(header), None)
-
-
-def _found(header: Header) -> Iterator[tuple[str, str]]:
-    """Yield the names of the fatal cases of a header, each with the reason."""
-    yield from _vocabulary(header)
-    yield from _layers(header)
-    yield from _experts(header)
-    yield from _heads(header)
-    yield from _kinds_of_layers(header)
+    checks = (_vocabulary, _layers, _experts, _heads, _kinds_of_layers)
+    kinds = checks[:1] if vocab_only else checks
+    return next(chain.from_iterable(check(header) for check in kinds), None)
 
 
 def _vocabulary(header: Header) -> Iterator[tuple[str, str]]:

@@ -55,11 +55,8 @@ class TensorInfo(NamedTuple):
     @property
     def end(self) -> int:
         """The offset after its last byte; for types of unknown size, after its first byte."""
-        elements = 1
-        for length in self.shape:
-            elements *= length
         block, block_bytes = _BLOCKS.get(self.kind, (1, 0))
-        return self.offset + elements // block * block_bytes
+        return self.offset + math.prod(self.shape) // block * block_bytes
 
 
 @dataclass(frozen=True)
@@ -224,8 +221,9 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
     with _about(path):
         if number > 0 or (count > 1 and number < 0):
             _reject(*_later_part(path, number, count))
+        if not first.architecture:
+            _reject("its header has no general.architecture")
         if count < 2:
-            _reject_unless_model(first)
             return first
         named = _PART.fullmatch(path.name)
         if named is None or (int(named["number"]), int(named["count"])) != (1, count):
@@ -234,7 +232,6 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
                 f"-00001-of-{count:05d}.gguf",
                 "restore the original names of all parts, because llama.cpp finds them by name",
             )
-        _reject_unless_model(first)
         parts = [(path, first)]
         for i in range(1, count):
             part = _part_path(path, named["stem"], i, count)
@@ -277,15 +274,11 @@ def _place(header: Header) -> str:
 
 def _later_part(path: Path, number: int, count: int) -> tuple[str, str]:
     """Return the error message for a part other than the first, and a hint with the first one's name."""
-    named = _PART.fullmatch(path.name)
-    if named is None:
-        return (
-            f"it is part {number + 1} of {count} of a split model",
-            f"use the first part, whose name ends in -00001-of-{count:05d}.gguf",
-        )
-    first = _part_path(path, named["stem"], 0, count)
-    where = first if first.is_file() else f"{first.name}, which is not in the same folder"
-    return f"it is part {number + 1} of {count} of a split model", f"use the first part: {where}"
+    named, hint = _PART.fullmatch(path.name), f", whose name ends in -00001-of-{count:05d}.gguf"
+    if named is not None:
+        first = _part_path(path, named["stem"], 0, count)
+        hint = f": {first if first.is_file() else f'{first.name}, which is not in the same folder'}"
+    return f"it is part {number + 1} of {count} of a split model", f"use the first part{hint}"
 
 
 def _read_file(path: Path, *, tensors: bool) -> Header:
@@ -318,11 +311,6 @@ def _about(path: Path) -> Iterator[None]:
         raise ModelLoadError(f"cannot load {path}: {_CUT_OFF}", hint=_DOWNLOAD_HINT) from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from None
-
-
-def _reject_unless_model(header: Header) -> None:
-    if not header.architecture:
-        _reject("its header has no general.architecture")
 
 
 def _reject(reason: str, hint: str | None = None) -> NoReturn:

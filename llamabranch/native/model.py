@@ -179,12 +179,9 @@ class ModelHandle(Handle):
         return C.llama_vocab_get_text(self.vocab, token) or b""
 
     def piece(self, token: int, special: bool) -> bytes:
-        buffer = ctypes.create_string_buffer(64)
-        size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
-        if size < 0:
-            buffer = ctypes.create_string_buffer(-size)
-            size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
-        return buffer.raw[:size]
+        return _written(
+            lambda to, n: C.llama_token_to_piece(self.vocab, token, to, n, 0, special), room=64
+        )
 
     def pieces(self) -> list[bytes]:
         """Return all pieces; a control token's is marked for llguidance: 0xFF and its text."""
@@ -236,21 +233,11 @@ class ModelHandle(Handle):
         if self.vocab_type == "bpe":
             return b"".join(self.piece(token, special) for token in tokens)
         ids = np.asarray(tokens, dtype=np.int32)
-        room = 8 * len(ids) + 64
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            n = C.llama_detokenize(
-                self.vocab,
-                ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-                len(ids),
-                buffer,
-                room,
-                False,
-                special,
-            )
-            if n >= 0:
-                return buffer.raw[:n]
-            room = -n
+        address = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        return _written(
+            lambda to, n: C.llama_detokenize(self.vocab, address, len(ids), to, n, False, special),
+            room=8 * len(ids) + 64,
+        )
 
     # -- chat --------------------------------------------------------------------------------------
 
@@ -305,6 +292,16 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
         raise ModelLoadError(
             f"llama.cpp cannot make {path.name} from {source.name}: {logged_reason()}"
         )
+
+
+def _written(write: Callable[[Any, int], int], room: int) -> bytes:
+    """Return what ``write`` writes into a buffer of ``room`` bytes, or of -n if it returns such an n."""
+    while True:
+        buffer = ctypes.create_string_buffer(room)
+        n = write(buffer, room)
+        if n >= 0:
+            return buffer.raw[:n]
+        room = -n
 
 
 def _text(read: Callable[[Any, int], int]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
-from typing_extensions import Self
 
 from . import core
 from .handle import Handle
@@ -60,11 +59,9 @@ class SamplerHandle(Handle):
     def accept(self, token: int) -> None:
         C.llama_sampler_accept(self.ptr, token)
 
-    def clone(self) -> Self:
+    def clone(self) -> SamplerHandle:
         """Return a copy with its own state."""
-        clone = type(self).__new__(type(self))
-        SamplerHandle.__init__(clone, C.llama_sampler_clone(self.ptr), self._model)
-        return clone
+        return SamplerHandle(C.llama_sampler_clone(self.ptr), self._model)
 
 
 class CandidateBuffer:

@@ -129,14 +129,12 @@ class StateLayout:
         that have an owner. Any owner will do.
 
         Raises:
-            SnapshotError: the state has another layout.
+            SnapshotError: its cells have owners.
         """
         start = 16  # magic, sequence id, number of streams, number of cells
         n = int(state[12:start].view(np.uint32)[0])
         size = 8 + self.extension
         end = start + n * size
-        if not self.is_cells_only or end > len(state):
-            raise SnapshotError("the K/V layout differs from that of this context")
         cells = state[start:end].reshape(n, size)
         if cells[:, 4:8].any():
             raise SnapshotError("the cells of the K/V have owners")
@@ -201,11 +199,8 @@ class _Reader:
         magic, _seq_id = self._numbers("<Ii")
         parts = []
         for kind in kinds:
-            self._kind = kind
-            if kind == _RECURRENT:
-                parts.append(self._recurrent())
-            else:
-                parts.append(self._cells(kind, extension, has_values))
+            self._kind, is_state = kind, kind == _RECURRENT
+            parts.append(self._recurrent() if is_state else self._cells(extension, has_values))
         if self._at != len(self._bytes):
             raise SnapshotError("the K/V is longer than its header announces")
         return StateLayout(magic, extension, tuple(parts))
@@ -220,7 +215,7 @@ class _Reader:
     def _numbers(self, form: str) -> tuple[int, ...]:
         return struct.unpack_from(form, self._bytes, self._skip(struct.calcsize(form)))
 
-    def _cells(self, kind: str, extension: int, has_values: bool) -> Part:
+    def _cells(self, extension: int, has_values: bool) -> Part:
         n_streams, n = self._numbers("<II")
         if n_streams != 1 or not 0 < n <= self._n_tokens:
             raise SnapshotError(f"the K/V holds {n} cells for {self._n_tokens} tokens")
@@ -228,7 +223,7 @@ class _Reader:
         start = self._skip(n * size)
         cells = self._state[start : self._at].reshape(n, size)
         positions = np.sort(np.ascontiguousarray(cells[:, :4]).view(np.int32)[:, 0])
-        first = 0 if kind == _CELLS else self._n_tokens - n
+        first = 0 if self._kind == _CELLS else self._n_tokens - n
         if not np.array_equal(positions, np.arange(first, self._n_tokens)):
             raise SnapshotError(f"the K/V does not hold the positions 0 to {self._n_tokens - 1}")
         if (np.ascontiguousarray(cells[:, 4:8]).view(np.int32) != 1).any():
@@ -239,7 +234,7 @@ class _Reader:
         tensors = list(self._tensors(n_layer, n, False))
         if has_values:
             tensors += self._tensors(n_layer, n, bool(transposed))
-        return Part(kind, bool(transposed), n_layer, tuple(tensors))
+        return Part(self._kind, bool(transposed), n_layer, tuple(tensors))
 
     def _recurrent(self) -> Part:
         n, position, n_sequences, transposed, n_layer = self._numbers("<IiIII")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -33,10 +32,6 @@ __all__ = [
 ]  # fmt: skip
 
 _DEFAULT_TOKENS = 16
-_DATES = {
-    "date_string": "%d %b %Y",
-    "datetime": "%b %d %Y",
-}  # llama.cpp passes them to templates
 
 
 # -- completions -----------------------------------------------------------------------------------
@@ -49,7 +44,6 @@ class CompletionFields(HttpFields, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Top | None = None
-    prompt_logprobs: Top | None = None
     parse_special: bool | None = None
 
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
@@ -67,17 +61,15 @@ async def completions(call: HttpRequest, service: Service) -> Response:
     fields = await json_of(call, CompletionFields)
     if fields.best_of not in (None, fields.n or 1):
         raise HttpError(400, "best_of is not supported, only n", param="best_of")
-    top, scored = fields.logprobs, fields.prompt_logprobs
+    top = fields.logprobs
     prompts, n_added = await fields.tokens(service), [0]
     if fields.echo:
         bare = await fields.tokens(service, add_special=False)
         n_added = [len(all_) - len(own) for all_, own in zip(prompts, bare, strict=True)]
-    if fields.echo and top is not None:
-        if fields.stream:
+        if fields.stream and top is not None:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
-        scored = max(top, scored or 0)
     options = await fields.options(service, fields.limit(_DEFAULT_TOKENS), top)
-    options["prompt_logprobs"] = scored
+    options["prompt_logprobs"] = top if fields.echo else None
     texts = await planned(service, partial(plan_texts, service.ctx, prompts, **options), "prompt")
     return await answer(_CompletionWriter(service, fields, n_added), texts.requests)
 
@@ -128,12 +120,12 @@ class _CompletionWriter(Writer[CompletionFields]):
         if update.is_first:
             self._offsets[index] = _Offsets(len(echo))
         choice = completion_choice(index, echo + update.text, update.end, None)
-        scores = None if update.ended is None else update.ended.prompt_logprobs
         if fields.logprobs is not None:
             scored: list[tuple[int, Produced | TokenScore | None]]
             scored = [(token.token, token) for token in update.tokens]
             offsets = self._offsets[index].of(map(piece, ids))
-            if fields.echo and scores is not None:
+            if fields.echo:
+                scores = update.result.prompt_logprobs or ()
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
             choice["logprobs"] = self.words.completion_logprobs(
@@ -144,8 +136,6 @@ class _CompletionWriter(Writer[CompletionFields]):
                 "token_ids": ids,
                 **({"prompt_token_ids": prompt} if update.is_first else {}),
             }
-        if fields.prompt_logprobs is not None and scores is not None:
-            choice["prompt_logprobs"] = self.words.prompt_logprobs(scores)
         return choice
 
 
@@ -183,13 +173,9 @@ class ChatFields(HttpFields, kw_only=True):
         A last message of the assistant is continued. A template that asks for the date gets today's,
         unless the request sets one.
         """
-        model, today, choice = service.model, date.today(), self.thinks
-        template = model.chat_template or ""
-        variables: dict[str, object] = {
-            name: today.strftime(form) for name, form in _DATES.items() if name in template
-        }
-        variables |= thinking_variables(model.turn_format, choice)
-        if self.reasoning_effort and "reasoning_effort" in template:
+        model, choice = service.model, self.thinks
+        variables = service.dates() | thinking_variables(model.turn_format, choice)
+        if self.reasoning_effort and "reasoning_effort" in (model.chat_template or ""):
             variables["reasoning_effort"] = self.reasoning_effort
         if model.turn_format.thought_end is None:  # like llama-server and vLLM
             choice = None

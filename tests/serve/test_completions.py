@@ -91,11 +91,6 @@ def test_given_text_is_scored(api: Any, beside: lb.Context) -> None:
     offsets, rest = more["logprobs"]["text_offset"], more["text"]
     for token, start in zip(more["logprobs"]["tokens"], offsets, strict=True):
         assert rest[start:].startswith(token)
-    (vllm,) = choices(api, prompt=text, max_tokens=1, prompt_logprobs=1, **WARM)
-    assert vllm["prompt_logprobs"][0] is None
-    for token, score, known in zip(tokens[1:], scores, vllm["prompt_logprobs"][1:], strict=True):
-        assert known[str(token)]["logprob"] == score.logprob
-        assert known[str(token)]["rank"] == score.rank
 
 
 def test_offsets_are_places_in_the_text(api: Any, beside: lb.Context) -> None:

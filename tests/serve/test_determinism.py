@@ -18,7 +18,7 @@ import llamabranch as lb
 
 PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
 SCHEMA = record_schema({"type": "integer"}, most=10)
-VOLATILE = {"id", "created", "timings", "usage"}  # the usage says how much was cached
+VOLATILE = {"id", "created", "usage"}  # the usage says how much was cached
 
 
 def requests(n: int) -> list[tuple[str, dict[str, Any]]]:

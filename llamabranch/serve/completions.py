@@ -111,7 +111,7 @@ class _CompletionWriter(Writer[CompletionFields]):
     def part(self, update: Update) -> dict[str, object]:
         """Return the new part of a text, or all of it, with the prompt if the client asked for it."""
         fields, index, prompt = self.fields, update.index, update.prompt
-        piece, ids = self.service.model.piece, [token.token for token in update.tokens]
+        piece = self.service.model.piece
         echoed: list[bytes] = []
         if update.is_first and fields.echo:
             n = self._n_added[index // (fields.n or 1)]
@@ -123,7 +123,7 @@ class _CompletionWriter(Writer[CompletionFields]):
         if fields.logprobs is not None:
             scored: list[tuple[int, Produced | TokenScore | None]]
             scored = [(token.token, token) for token in update.tokens]
-            offsets = self._offsets[index].of(map(piece, ids))
+            offsets = self._offsets[index].of(piece(token.token) for token in update.tokens)
             if fields.echo:
                 scores = update.result.prompt_logprobs or ()
                 scored = [*zip(prompt, scores, strict=True), *scored]
@@ -131,11 +131,6 @@ class _CompletionWriter(Writer[CompletionFields]):
             choice["logprobs"] = self.words.completion_logprobs(
                 scored, offsets, fields.logprobs, more=bool(fields.token_details)
             )
-        if fields.return_token_ids:
-            choice |= {
-                "token_ids": ids,
-                **({"prompt_token_ids": prompt} if update.is_first else {}),
-            }
         return choice
 
 
@@ -221,8 +216,7 @@ class _ChatWriter(Writer[ChatFields]):
 
     def part(self, update: Update) -> dict[str, object]:
         """Return a complete message."""
-        choice = chat_choice(update.index, self._turn(update), update.end, self._scored(update))
-        return choice | self._ids(update, prompt_token_ids=update.prompt)
+        return chat_choice(update.index, self._turn(update), update.end, self._scored(update))
 
     def _turn(self, update: Update) -> Turn:
         """Return a complete turn."""
@@ -254,7 +248,6 @@ class _ChatWriter(Writer[ChatFields]):
         common: dict[str, object] = {"index": update.index, "logprobs": None}
         chunks = [{**common, "delta": delta, "finish_reason": None} for delta in deltas]
         if chunks:
-            chunks[0] |= self._ids(update)
             chunks[0]["logprobs"] = None if scored is None else {"content": scored}
         if update.is_first:
             chunks.insert(0, _begin(update))
@@ -262,10 +255,6 @@ class _ChatWriter(Writer[ChatFields]):
             end = called(update.end) if calls else update.end
             chunks.append({**common, "delta": {}, **end})
         return chunks
-
-    def _ids(self, update: Update, **more: object) -> dict[str, object]:
-        ids = [token.token for token in (*update.thoughts, *update.tokens)]
-        return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
 
     def _scored(self, update: Update) -> list[dict[str, object]] | None:
         if not self.fields.logprobs:

@@ -297,9 +297,9 @@ def test_wrong_options_numbers_and_messages_change_nothing(ctx: Context, target:
     with pytest.raises(lb.ConfigError, match="ctx must be"):
         Chat("tale-target")  # type: ignore[arg-type]
     with Context(target, n_ctx=256, n_threads=1, exact=True) as context:
-        with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as caught:
+        with pytest.raises(lb.errors.UnsupportedError, match="no chat template") as refused:
             Chat(context)
-        assert "chat_template=" in (caught.value.hint or "")
+        assert "chat_template=" in (refused.value.hint or "")
 
 
 def test_a_conversation_of_any_length_is_drawn() -> None:

@@ -61,10 +61,11 @@ def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, ro
     first, second = (page.tokens(node["id"], top=1) for node in made)
     body = {
         "prompt": page.tokens(root["id"])["ids"], "max_tokens": 12, "seed": 77, "token_details": True,
-        "logprobs": 1, "return_token_ids": True,
+        "logprobs": 1,
     }  # fmt: skip
     (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
-    assert first["ids"] == choice["token_ids"] != second["ids"]
+    assert first["text"] == choice["logprobs"]["tokens"] != second["text"]
+    assert np.array_equal(np.float32(first["lp"]), np.float32(choice["logprobs"]["token_logprobs"]))
     letters = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
     assert first["src"] == "".join(letters[source] for source in choice["logprobs"]["sources"])
     assert len({*first["src"]}) > 1

@@ -175,11 +175,6 @@ class Chat:
         head = self._heads[self.current]
         return 0 if head is None else head.n_cut
 
-    @property
-    def branches(self) -> list[int]:
-        """The numbers of the branches of the conversation, oldest first."""
-        return list(self._heads)
-
     def tree(self) -> str:
         """Return a drawing of all branches: a line for each message and its answer."""
         return drawn(self._heads, self.current)

@@ -75,7 +75,7 @@ def test_completions_and_models(client: Any, server: Serving) -> None:
     assert answer.choices[0].text == "Once upon a time" + text
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id == "king"
-    assert model.meta["n_vocab"] == server.ctx.model.n_vocab
+    assert model.max_model_len == server.ctx.n_ctx_seq
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
 

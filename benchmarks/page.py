@@ -62,13 +62,11 @@ def main() -> None:
 
 
 @contextmanager
-def _served(target: str, folder: Path, threads: int, draft: str) -> Iterator[str]:
+def _served(target: str, folder: Path, *options: str) -> Iterator[str]:
     """Run the server; yield its link."""
     command = [sys.executable, "-m", "llamabranch.cli", "open", target, "--no-browser"]
-    command += ["--draft", draft]
-    command += ["-t", str(threads)] if threads else []
     process = subprocess.Popen(
-        [*command, "--port", "0", "--file", str(folder / "page.loom.jsonl")],
+        [*command, *options, "--port", "0", "--file", str(folder / "page.loom.jsonl")],
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -83,10 +81,8 @@ def _served(target: str, folder: Path, threads: int, draft: str) -> Iterator[str
 
 
 @contextmanager
-def open_page(
-    target: str, scale: float = 1.0, threads: int = 0, draft: str = "auto"
-) -> Iterator[Any]:
-    """Open the page, ready, in Chromium; 0 threads: as many as the server finds best."""
+def open_page(target: str, *options: str, scale: float = 1.0) -> Iterator[Any]:
+    """Open the page, ready, in Chromium, with options of ``llamabranch open``."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium")
@@ -96,7 +92,7 @@ def open_page(
     arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
     with (
         tempfile.TemporaryDirectory() as folder,
-        _served(target, Path(folder), threads, draft) as link,
+        _served(target, Path(folder), *options) as link,
         sync_playwright() as playwright,
     ):
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
@@ -132,7 +128,8 @@ def _rates(settings: Settings) -> dict[str, list[float]]:
     is drafted: how much is drafted depends on times. Who is first changes from pair to pair.
     """
     rates: dict[str, list[float]] = {}
-    with open_page(settings.target, threads=settings.threads, draft="none") as page:
+    threads = ("-t", str(settings.threads)) if settings.threads else ()
+    with open_page(settings.target, "--draft", "none", *threads) as page:
         base = page.url
         begin(page, "The moral of the story is that a king must")
 

@@ -41,7 +41,7 @@ def main() -> None:
         with open_page("smollm2-135m:Q8_0", scale=1.5) as page:
             _fork(page)
     if "draft" in names:
-        with open_page("tale-target") as page:
+        with open_page("tale-target", "--draft-length", "4") as page:
             _draft(page)
 
 

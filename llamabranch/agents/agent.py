@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Generic, cast, overload
 
 from typing_extensions import TypeVar, Unpack
 
-from ..arguments import flag, instance, placed, real, shown, whole
+from ..arguments import bounded, flag, instance, items, placed, shown, whole
 from ..context import Context
 from ..context.context import text_context
 from ..engine import AsyncEngine
@@ -42,6 +43,7 @@ T = TypeVar("T", default=object)
 Tasks = list[str] | tuple[str, ...]
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _MOST_SAMPLES = 1000
+_LEAST_S = 0.001  # a limit of seconds
 
 
 class Agent(Settings, Generic[T]):
@@ -145,8 +147,10 @@ class Agent(Settings, Generic[T]):
         self.tool_choice, self.parallel_calls = tool_choice, parallel_calls
         self.max_turns = whole("max_turns", max_turns, 1)
         self.max_tokens = whole("max_tokens", max_tokens, 1)
-        self.max_seconds = None if max_seconds is None else _seconds("max_seconds", max_seconds)
-        self.tool_seconds = _seconds("tool_seconds", tool_seconds)
+        self.tool_seconds = bounded("tool_seconds", tool_seconds, _LEAST_S, math.inf)
+        if max_seconds is not None:
+            max_seconds = bounded("max_seconds", max_seconds, _LEAST_S, math.inf)
+        self.max_seconds = max_seconds
         self.result_tokens = whole("result_tokens", result_tokens, 16)
         self.think, self.forks, self.tell = think, forks, _told(tell)
         self.repeats = whole("repeats", repeats, 0)
@@ -308,15 +312,11 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
     """Return tools by name.
 
     Raises:
-        ConfigError: a tool is neither a function nor an agent, or two have the same name.
+        ConfigError: it is no list of functions and agents, or two have the same name.
     """
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
-        raise ConfigError(
-            f"tools must be a list of functions and agents, not {shown(tools):.60}",
-            hint="tools=[weather]",
-        )
+    given: list[object] = items("tools", cast(Sequence[object], tools))
     by_name: dict[str, Tool] = {}
-    for index, item in enumerate([*tools, fork_tool()] if forks else tools):
+    for index, item in enumerate([*given, fork_tool()] if forks else given):
         with placed(f"tools[{index}]"):
             if isinstance(item, Tool):  # the fork
                 tool = item
@@ -360,21 +360,11 @@ def _told(tell: object) -> tuple[type[BaseException], ...]:
     return (ToolError, *cast("tuple[type[Exception], ...]", kinds))
 
 
-def _seconds(name: str, value: object) -> float:
-    seconds = real(name, value)
-    if not seconds > 0:
-        raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}")
-    return seconds
-
-
-def _tasks(task: object) -> list[str]:
-    tasks = [task] if isinstance(task, str) else task
-    if isinstance(tasks, (bytes, Mapping)) or not isinstance(tasks, Sequence) or not tasks:
-        raise ConfigError(f"a task must be a text, or a list of texts, not {shown(task):.60}")
-    for text in tasks:
-        if not isinstance(text, str) or not text.strip():
-            raise ConfigError(f"a task must be a text that is not empty, not {shown(text):.60}")
-    return list(tasks)
+def _tasks(task: str | Tasks) -> list[str]:
+    tasks = [task] if isinstance(task, str) else items("the tasks", task)
+    if not tasks or not all(isinstance(text, str) and text.strip() for text in tasks):
+        raise ConfigError(f"a task must be a text that is not empty, not {shown(task):.60}")
+    return tasks
 
 
 _PARAMETERS = tuple(Agent.__init__.__annotations__)

@@ -433,8 +433,6 @@ class AgentPath:
                 why = f"all calls of {_MOST_FAILED} turns failed; the last: {results[-1].text}"
                 raise _Ended("error", ToolError(why, hint="report.steps has all of them"))
             self._limit = "repeats"  # it has its results, and only has to answer
-        if self._seconds_left() <= 0:
-            raise _Ended("time")
         return results
 
     async def _call(self, calls: Sequence[ToolCall], call: ToolCall, number: int) -> Step:
@@ -474,7 +472,7 @@ class AgentPath:
 
     async def _run_function(self, tool: Tool, arguments: Mapping[str, object]) -> str:
         seconds = min(self._agent.tool_seconds, max(0.0, self._seconds_left()))
-        function = cast(Callable[..., object], tool.function)
+        function = tool.function
 
         async def invoke() -> str:
             try:

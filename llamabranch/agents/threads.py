@@ -90,9 +90,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
     def serve() -> None:
         try:
             asyncio.run(main())
-        except (
-            BaseException
-        ) as error:  # for example, a function has cancelled all tasks of its loop
+        except BaseException as error:  # a function has cancelled all tasks of its loop, perhaps
             if not started.done():
                 started.set_exception(error)
 

@@ -47,17 +47,15 @@ class Tool:
 
     Attributes:
         described: the tool in OpenAI's format.
-        function: the function to call; None for an agent.
-        agent: the agent that runs instead; else None.
+        function: the function to call.
         check: turns a call's arguments into the function's; raises `Refused`.
+        agent: the agent that runs instead, or None.
     """
 
     described: Mapping[str, object]
-    function: Callable[..., object] | None = None
+    function: Callable[..., object]
+    check: Callable[[object], dict[str, object]]
     agent: Settings | None = None
-    check: Callable[[object], dict[str, object]] = lambda arguments: cast(
-        "dict[str, object]", arguments
-    )
 
     @property
     def name(self) -> str:
@@ -93,7 +91,7 @@ def tool_of(function: Callable[..., object]) -> Tool:
     Raises:
         ConfigError: its parameters cannot be described.
     """
-    return Tool(function_tool(function), function, check=_checker(function))
+    return Tool(function_tool(function), function, _checker(function))
 
 
 def agent_tool(agent: Settings) -> Tool:

@@ -175,11 +175,6 @@ class Chat:
         head = self._heads[self.current]
         return 0 if head is None else head.n_cut
 
-    @property
-    def branches(self) -> list[int]:
-        """The numbers of the branches of the conversation, oldest first."""
-        return list(self._heads)
-
     def tree(self) -> str:
         """Return a drawing of all branches: a line for each message and its answer."""
         return drawn(self._heads, self.current)
@@ -413,17 +408,12 @@ class Chat:
         """
         text_context("ctx", ctx)
         saved = read_chat(file, ctx.model)
-        sampling = SamplingParams.from_dict(saved.sampling)
-        limit, stop = saved.max_tokens, saved.stop
-        chat = cls(
-            ctx,
-            drafter,
-            config,
-            system=saved.system,
-            sampling=sampling,
-            max_tokens=limit,
-            stop=stop,
+        options = ChatOptions(
+            sampling=SamplingParams.from_dict(saved.sampling),
+            max_tokens=saved.max_tokens,
+            stop=saved.stop,
         )
+        chat = cls(ctx, drafter, config, system=saved.system, **options)
         chat._id, chat._heads, chat.current = saved.id, saved.linked(), saved.current
         return chat
 

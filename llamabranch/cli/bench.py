@@ -127,10 +127,14 @@ def _measure_all(
                 text = context.tokenize("\n".join(topics.values()))[: max(lengths)]
                 banned = dict.fromkeys(context.model.eog_tokens, -math.inf)  # so that no text ends
                 sampling = options.params().replace(logit_bias=banned)
-                with InterruptHandler([context, *drafter.contexts]) as interrupts:
+                with InterruptHandler([context, *drafter.contexts]) as handler:
+
+                    def stop(interrupts: InterruptHandler = handler) -> bool:
+                        return interrupts.requested
+
                     measure(
                         context, drafter if names[1] else None, text, lengths, given.max_tokens or 0,
-                        sampling, each, lambda interrupts=interrupts: interrupts.requested,
+                        sampling, each, stop,
                     )  # fmt: skip
                 speeds[flags] = each
             except UnsupportedError as error:

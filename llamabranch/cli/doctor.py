@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,11 +151,12 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
                 raise result.error
 
     checks = list[Check]()
-    for name, test in (
-        ("four texts in one batch", lambda: texts(None)),
-        ("speculative decoding", lambda: texts(lb.ModelDrafter(draft))),
-        ("the cache's accounting", target.audit),
-    ):
+    tests: dict[str, Callable[[], None]] = {
+        "four texts in one batch": lambda: texts(None),
+        "speculative decoding": lambda: texts(lb.ModelDrafter(draft)),
+        "the cache's accounting": target.audit,
+    }
+    for name, test in tests.items():
         try:
             test()
             checks.append((name, True, "no error"))

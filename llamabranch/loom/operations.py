@@ -13,7 +13,7 @@ from ..serve.errors import HttpError
 from .document import Bar, Change, Document, Made, Node, Record, Tokens, Turn, Undo, decoded
 from .live import PageJob
 from .loom import Do, Loom, text_grammar
-from .turns import Talk, Written, beginning, dates_for, messages_of, write
+from .turns import Talk, Written, beginning, messages_of, write
 
 __all__ = ["Operations"]
 
@@ -148,7 +148,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     def written() -> Written:
         tools = root.tools or do.tools
         if do.node is None:
-            record.variables = dates_for(model)
+            record.variables = loom.service.dates()  # a conversation keeps that of its beginning
         messages = messages_of(document, model, node, turns)
         if do.node is None and do.system:
             messages.append({"role": "system", "content": do.system})

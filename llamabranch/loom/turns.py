@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from datetime import date
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,11 +22,10 @@ from ..request.openai import answer_message
 from .document import Document, Made, Node, Turn
 
 __all__ = [
-    "Part", "Talk", "Written", "answers", "beginning", "chat_fields", "dates_for", "messages_of",
-    "thinking_at", "write",
+    "Part", "Talk", "Written", "answers", "beginning", "chat_fields", "messages_of", "thinking_at",
+    "write",
 ]  # fmt: skip
 
-_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
 _CONTROL = b"\xff"  # before the id of a control token: UTF-8 has no such byte
 
 
@@ -154,12 +152,6 @@ def thinking_at(
         return plan_thinking(model, ids[: turn.begin], True, has_calls=has_calls)[1], at
     parts = _parts(document, model, node, turn)
     return None, max((part.end for part in parts if part.kind == "thought"), default=turn.begin)
-
-
-def dates_for(model: Model) -> dict[str, object]:
-    """Return today's date for a template that uses it. A conversation keeps the date of its beginning."""
-    template, today = model.chat_template or "", date.today()
-    return {name: today.strftime(form) for name, form in _DATES.items() if name in template}
 
 
 def messages_of(

@@ -30,10 +30,7 @@ from typing_extensions import ParamSpec
 
 T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
-
-_PATIENCE_S = (
-    1.0  # a Ctrl-C this long after the first one is raised at once: the block takes too long
-)
+_PATIENCE_S = 1.0  # a Ctrl-C this long after the first is raised at once: the block takes too long
 
 
 class HeldInterrupts:

@@ -221,24 +221,6 @@ class Vocabulary:
         raw, text = self.entry(token)
         return {"id": token, "token": text, "bytes": list(raw), "logprob": _finite(logprob)}
 
-    def prompt_logprobs(self, scores: Iterable[TokenScore | None]) -> list[object]:
-        """Return vLLM's ``prompt_logprobs``: tokens by their ids, with rank and text."""
-
-        def ranked(token: int, logprob: float, rank: int) -> dict[str, object]:
-            text = self.entry(token)[1]
-            return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
-
-        return [
-            None
-            if score is None
-            else {
-                str(token): ranked(token, p, rank)
-                for rank, (token, p) in enumerate(score.alternatives, 1)
-            }
-            | {str(score.token): ranked(score.token, score.logprob, score.rank)}
-            for score in scores
-        ]
-
 
 def _finite(value: float) -> float:
     return value if value > _LOWEST else _LOWEST

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from ..arguments import bounded, whole
 from ..branch import Branch
 from ..context.runner import Batch
-from ..errors import ConfigError, DecodeInterruptedError
+from ..errors import ConfigError
 from ..generation.text import Text
 from ..model import Model, StopStrings, stop_strings
 from .beams import Beams, Candidate, best_tokens
-from .result import Hypothesis, SearchResult
-from .watch import MOST_TEXTS, OnStep, Watch, check_start, token_limit
+from .result import Hypothesis, SearchResult, SearchStats
+from .start import MOST_TEXTS, check_room, check_start, token_limit
 
 __all__ = ["beam_search"]
 
@@ -25,13 +25,11 @@ def beam_search(
     beams: int = 4,
     max_tokens: int = 64,
     *,
-    n: int = 1,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     stop: str | Sequence[str] = (),
-    on_step: OnStep | None = None,
 ) -> SearchResult:
-    """Return the most probable continuations found by a beam search.
+    """Return the most probable continuations found by a beam search, at most one for each beam.
 
     A beam's score is the sum of the model's log-probabilities after the branch's logit bias, grammar and
     penalties, without renormalisation; temperature and truncation are ignored. The final score is that
@@ -42,33 +40,30 @@ def beam_search(
         branch: a branch that has read the prompt; it does not change.
         beams: the number of beams; each needs a free sequence.
         max_tokens: the most tokens of a text, including EOG; beams that reach it are finished.
-        n: how many hypotheses to return, at most ``beams``.
         length_penalty: positive values favour long texts, negative ones short texts; from -32 to 32.
         early_stopping: True = end when ``beams`` texts are finished; False = end also when the best
             running beam, with its score at its present length, is no better than the worst finished text;
             "never" = end only when no running beam can become better. Textbook beam search is "never"
             with ``length_penalty`` 0.
         stop: strings that end a text, like an EOG token.
-        on_step: called after each token with the statistics so far. If it returns true, the search ends
-            with the best texts so far, including running beams as "cancelled".
 
     Raises:
         ConfigError: a value out of range. BranchStateError, CacheFullError, DecodeError: the search
         frees its sequences. SequencesExhaustedError: fewer than ``beams`` sequences are free.
     """
-    check_start(branch, on_step)
+    check_start(branch)
     beams = whole("beams", beams, 1, MOST_TEXTS)
     max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
-    n = whole("n", n, 1, beams)
     # These bounds ensure that a power of a length neither overflows nor becomes 0.
     length_penalty = bounded("length_penalty", length_penalty, -32, 32)
     if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
-    watch, model = Watch(branch, on_step, beams), branch.ctx.model
+    check_room(branch, beams)
+    stats, model = SearchStats(), branch.ctx.model
     selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
     running: list[_Beam] = [_Beam(None, 0, "", branch.sequence.incomplete, 0.0)]
-    with closing(_Sequences(branch, watch, selection.n_kept)) as sequences:
+    with closing(_Sequences(branch, stats, selection.n_kept)) as sequences:
         continuations = [sequences.scored(branch.sequence)]
         for n_tokens in range(1, max_tokens + 1):
             chosen = selection.choose([best for best, _ in continuations])
@@ -76,20 +71,12 @@ def beam_search(
             for text in texts:
                 text.end(model, stop, is_last=n_tokens == max_tokens)
             kept = selection.advance(chosen, [bool(text.reason) for text in texts], texts)
-            running = [] if selection.is_done else [texts[i] for i in kept]
-            scores = [chosen[i].score / n_tokens**length_penalty for i in kept]
-            if watch.report() or not running:
+            if selection.is_done:
                 break
-            try:
-                continuations = sequences.advance(running)
-            except DecodeInterruptedError as error:
-                watch.was_interrupted(error)
-                break
+            running = [texts[i] for i in kept]
+            continuations = sequences.advance(running)
     ended = [(f.key, f.final) for f in selection.finished if isinstance(f.key, _Beam)]
-    if watch.is_cancelled:
-        ended += zip(running, scores, strict=False)  # both are sorted, the best first
-    hypotheses = [text.hypothesis(model, stop, score) for text, score in ended[:n]]
-    return SearchResult(hypotheses, watch.stats)
+    return SearchResult([text.hypothesis(model, stop, score) for text, score in ended], stats)
 
 
 @dataclass(eq=False)
@@ -131,7 +118,7 @@ class _Beam:
         text = stops.feed(self.text)
         if stops.found is None:
             text += stops.flush()
-        return Hypothesis(tokens[::-1], text, self.logprob, score, self.reason or "cancelled")
+        return Hypothesis(tokens[::-1], text, self.logprob, score, self.reason)
 
 
 Scores = list[tuple[int, float]]  # the best tokens after a text, with their scores
@@ -154,12 +141,12 @@ class _Sequences:
     """The branches of the running beams, all forked from the branch of the search; freed at its end.
 
     Args:
-        branch, watch: of the search.
+        branch, stats: of the search.
         k: how many of the best tokens after each beam are returned.
     """
 
-    def __init__(self, branch: Branch, watch: Watch, k: int) -> None:
-        self._root, self._watch, self._k = branch, watch, k
+    def __init__(self, branch: Branch, stats: SearchStats, k: int) -> None:
+        self._root, self._stats, self._k = branch, stats, k
         self._held: list[Branch] = []
 
     def close(self) -> None:
@@ -196,8 +183,8 @@ class _Sequences:
             )
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
-            self._watch.stats.decodes += ctx.decoder.n_decodes - before
-            self._watch.stats.tokens_decoded += len(beams)
+            self._stats.decodes += ctx.decoder.n_decodes - before
+            self._stats.tokens_decoded += len(beams)
             return [self.scored(text) for text in texts]
 
     def scored(self, text: Text) -> Continued:

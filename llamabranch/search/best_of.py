@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from ..arguments import function, real, whole
 from ..branch import Branch
@@ -12,9 +12,9 @@ from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..run.job import Job
 from ..speculative import Drafter
-from .result import Hypothesis, SearchResult
+from .result import SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
-from .watch import MOST_TEXTS, OnStep, Watch, check_start, first_seed, token_limit
+from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
 
 __all__ = ["best_of_n"]
 
@@ -24,12 +24,10 @@ def best_of_n(
     n: int = 8,
     max_tokens: int | None = 128,
     *,
-    score: str | Callable[[Hypothesis], float] = "mean",
     reward: Callable[[str], float] | None = None,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
-    on_step: OnStep | None = None,
 ) -> SearchResult:
     """Sample ``n`` texts with the settings of ``branch`` and return all of them, best first.
 
@@ -40,48 +38,34 @@ def best_of_n(
         branch: a branch that has read the prompt; it does not change.
         n: how many texts.
         max_tokens: the most tokens of each; None = until the model ends it or the cache is full.
-        score: "mean" = mean log-probability of the tokens, "sum" = their sum; or a function of a
-            hypothesis. Log-probabilities are the model's own, before sampling settings.
-        reward: a function of the text, instead of ``score``.
+        reward: a function of the text that returns its score; None = the mean log-probability of its
+            tokens, the model's own, before sampling settings.
         stop: strings that end a text.
         seed: the seed of the draws; None = the branch's.
         drafter: proposes tokens; it changes no text.
-        on_step: called after each decode with the statistics so far. If it returns true, the search ends,
-            and unfinished texts are "cancelled".
 
     Raises:
-        ConfigError: a value is out of range. Errors of ``score`` and ``reward``; BranchStateError,
-        CapacityError, DecodeError: the search frees its sequences.
+        ConfigError: a value is out of range. Errors of ``reward``; BranchStateError, CapacityError,
+        DecodeError: the search frees its sequences.
     """
-    check_start(branch, on_step, drafter)
+    check_start(branch, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
-    if not callable(score) and not (isinstance(score, str) and score in ("mean", "sum")):
-        raise ConfigError(f"score must be 'mean', 'sum' or a function, not {score!r:.40}")
     if reward is not None:
         function("reward", reward)
-        if score != "mean":
-            raise ConfigError("use either score or reward")
     stop, seed = stop_strings(stop), first_seed(branch, seed)
 
     def score_of(job: Job) -> float:
-        if reward is not None:
-            return _number(reward(answer_in(branch.ctx.model, job.output.text)), "reward")
-        if callable(score):
-            return _number(score(hypothesis(job, float("nan"))), "score")
-        scores = logprobs(job)
-        return math.fsum(scores) / (max(1, len(scores)) if score == "mean" else 1)
+        if reward is None:
+            return fmean(logprobs(job) or [0.0])
+        number = real("what reward returns", reward(answer_in(branch.ctx.model, job.output.text)))
+        if number != number:
+            raise ConfigError("reward returned NaN")
+        return number
 
-    watch = Watch(branch, on_step)
-    jobs = sample(branch, watch, n, seed, max_tokens, stop, drafter)
+    check_room(branch)
+    stats = SearchStats()
+    jobs = sample(branch, stats, n, seed, max_tokens, stop, drafter)
     hypotheses = [hypothesis(job, score_of(job)) for job in jobs]
     hypotheses.sort(key=lambda h: -h.score)  # among equal texts the earlier one comes first
-    return SearchResult(hypotheses, watch.stats)
-
-
-def _number(value: object, what: str) -> float:
-    """Return the result of a user's function; ConfigError if it cannot be compared."""
-    number = real(f"what {what} returns", value)
-    if number != number:
-        raise ConfigError(f"{what} returned NaN")
-    return number
+    return SearchResult(hypotheses, stats)

@@ -22,7 +22,7 @@ class Hypothesis:
             that of an EOG token that ended the text.
         score: the hypotheses are ordered by it.
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (the cache is full),
-            "decided" (the vote was decided before it ended) or "cancelled".
+            or "decided" (the vote was decided before it ended).
     """
 
     tokens: list[int]
@@ -39,12 +39,10 @@ class SearchStats:
     Attributes:
         decodes: calls of llama_decode.
         tokens_decoded: the tokens in these decodes.
-        elapsed_s: seconds.
     """
 
     decodes: int = 0
     tokens_decoded: int = 0
-    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)

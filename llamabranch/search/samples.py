@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..branch import Branch
-from ..errors import CapacityError, DecodeInterruptedError
+from ..errors import CapacityError
 from ..native.interrupts import HeldInterrupts
 from ..request.request import EngineStats, Request
 from ..run.core import EngineCore
 from ..run.job import Job, State, Submission
 from ..run.loop import Loop
 from ..speculative import Drafter, SpeculativeConfig
-from .result import Hypothesis
-from .watch import Watch
+from .result import Hypothesis, SearchStats
 
 __all__ = ["hypothesis", "logprobs", "sample"]
 
@@ -31,14 +30,16 @@ def logprobs(job: Job) -> list[float]:
 
 
 def hypothesis(job: Job, score: float) -> Hypothesis:
-    """Return a text so far as a result."""
-    output, reason = job.output, job.output.finish_reason or "cancelled"
-    return Hypothesis(list(output.tokens), output.text, math.fsum(logprobs(job)), score, reason)
+    """Return a text that has ended as a result."""
+    output = job.output
+    return Hypothesis(
+        list(output.tokens), output.text, math.fsum(logprobs(job)), score, str(output.finish_reason)
+    )
 
 
 def sample(
     branch: Branch,
-    watch: Watch,
+    stats: SearchStats,
     n: int,
     seed: int,
     max_tokens: int | None,
@@ -48,10 +49,10 @@ def sample(
     parallel: int | None = None,
     is_decided: Callable[[list[Job]], bool] = lambda _: False,
 ) -> list[Job]:
-    """Sample ``n`` texts from a branch until all have ended, or the search ends.
+    """Sample ``n`` texts from a branch until all have ended, or the search is decided.
 
     Args:
-        watch: counts the cost; its ``on_step`` may end the search, which cancels unfinished texts.
+        stats: the cost; it is counted here.
         seed: the seed of text number 0; the seeds of other texts are derived from it.
         n, max_tokens, stop, drafter: as for `best_of_n`.
         parallel: the most texts that run at a time; None = as many as there are sequences.
@@ -59,11 +60,11 @@ def sample(
             the texts as they are.
 
     Raises:
-        DecodeError, and errors of ``on_step`` and ``is_decided``: all sequences are freed.
+        DecodeError, and errors of ``is_decided``: all sequences are freed.
     """
     loop = Loop(branch.ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
-    stats = EngineStats()
-    core = EngineCore(loop, stats, parallel)
+    counted = EngineStats()
+    core = EngineCore(loop, counted, parallel)
     beginning = loop.beginning(branch.sequence)
     submission = Submission(
         Request("", stop=stop), "", 0, loop, branch.sampling.replace(seed=seed), max_tokens, seed,
@@ -78,20 +79,13 @@ def sample(
         with HeldInterrupts() as held:
             running = jobs
             while running and held.caught is None:
-                try:
-                    core.step()
-                except DecodeInterruptedError as error:
-                    held.let(partial(watch.was_interrupted, error))
-                watch.stats.decodes = stats.target_forward_passes
-                watch.stats.tokens_decoded = core.n_decoded
+                core.step()
+                stats.decodes = counted.target_forward_passes
+                stats.tokens_decoded = core.n_decoded
                 for job in running:
                     if job.error is not None and not isinstance(job.error, CapacityError):
                         raise job.error
-                if watch.is_cancelled or held.let(watch.report):
-                    for job in running:
-                        if job.state is not State.ENDED:
-                            core.end(job, "cancelled")
-                elif held.let(partial(is_decided, jobs)):
+                if held.let(partial(is_decided, jobs)):
                     break
                 running = [job for job in running if job.state is not State.ENDED]
     finally:

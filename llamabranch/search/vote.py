@@ -16,9 +16,9 @@ from ..model.thoughts import answer_in
 from ..run.job import Job
 from ..sampling.noise import uniform
 from ..speculative import Drafter
-from .result import Hypothesis, SearchResult
+from .result import Hypothesis, SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
-from .watch import MOST_TEXTS, OnStep, Watch, check_start, first_seed, token_limit
+from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
 
 __all__ = ["vote"]
 
@@ -39,7 +39,6 @@ def vote(
     stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
-    on_step: OnStep | None = None,
 ) -> SearchResult:
     """Sample ``n`` texts and let their answers vote (self-consistency, Wang et al. 2022, 2203.11171).
 
@@ -53,7 +52,7 @@ def vote(
             the same as with all ``n`` texts. None = count all texts. No other values are allowed.
         width: the most texts that are generated at a time; None = 4 with ``confidence``, otherwise as
             many as there are sequences. It changes no text.
-        stop, seed, drafter, on_step: as for ``best_of_n``.
+        stop, seed, drafter: as for ``best_of_n``.
 
     Returns:
         all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
@@ -70,7 +69,7 @@ def vote(
     Warns:
         LlamaBranchWarning: no text has an answer, or ``answer`` raised an exception.
     """
-    check_start(branch, on_step, drafter)
+    check_start(branch, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
     function("answer", answer)
@@ -91,9 +90,10 @@ def vote(
             ballot.count(job) for job in jobs if job.output.finish_reason is not None
         )
 
-    watch = Watch(branch, on_step)
+    check_room(branch)
+    stats = SearchStats()
     jobs = sample(
-        branch, watch, n, seed, max_tokens, stop, drafter, parallel=width, is_decided=is_decided
+        branch, stats, n, seed, max_tokens, stop, drafter, parallel=width, is_decided=is_decided
     )
     if not is_decided(jobs):
         for job in jobs:
@@ -103,7 +103,7 @@ def vote(
         if job not in ballot.given and job.output.emitted:
             job.output.break_off("decided")
             hypotheses.append(hypothesis(job, 0.0))
-    return SearchResult(hypotheses, watch.stats, votes=votes)
+    return SearchResult(hypotheses, stats, votes=votes)
 
 
 class _Ballot:

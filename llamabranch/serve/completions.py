@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -33,10 +32,6 @@ __all__ = [
 ]  # fmt: skip
 
 _DEFAULT_TOKENS = 16
-_DATES = {
-    "date_string": "%d %b %Y",
-    "datetime": "%b %d %Y",
-}  # llama.cpp passes them to templates
 
 
 # -- completions -----------------------------------------------------------------------------------
@@ -49,7 +44,6 @@ class CompletionFields(HttpFields, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Top | None = None
-    prompt_logprobs: Top | None = None
     parse_special: bool | None = None
 
     async def tokens(self, service: Service, *, add_special: bool = True) -> list[list[int]]:
@@ -67,17 +61,15 @@ async def completions(call: HttpRequest, service: Service) -> Response:
     fields = await json_of(call, CompletionFields)
     if fields.best_of not in (None, fields.n or 1):
         raise HttpError(400, "best_of is not supported, only n", param="best_of")
-    top, scored = fields.logprobs, fields.prompt_logprobs
+    top = fields.logprobs
     prompts, n_added = await fields.tokens(service), [0]
     if fields.echo:
         bare = await fields.tokens(service, add_special=False)
         n_added = [len(all_) - len(own) for all_, own in zip(prompts, bare, strict=True)]
-    if fields.echo and top is not None:
-        if fields.stream:
+        if fields.stream and top is not None:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
-        scored = max(top, scored or 0)
     options = await fields.options(service, fields.limit(_DEFAULT_TOKENS), top)
-    options["prompt_logprobs"] = scored
+    options["prompt_logprobs"] = top if fields.echo else None
     texts = await planned(service, partial(plan_texts, service.ctx, prompts, **options), "prompt")
     return await answer(_CompletionWriter(service, fields, n_added), texts.requests)
 
@@ -119,7 +111,7 @@ class _CompletionWriter(Writer[CompletionFields]):
     def part(self, update: Update) -> dict[str, object]:
         """Return the new part of a text, or all of it, with the prompt if the client asked for it."""
         fields, index, prompt = self.fields, update.index, update.prompt
-        piece, ids = self.service.model.piece, [token.token for token in update.tokens]
+        piece = self.service.model.piece
         echoed: list[bytes] = []
         if update.is_first and fields.echo:
             n = self._n_added[index // (fields.n or 1)]
@@ -128,24 +120,17 @@ class _CompletionWriter(Writer[CompletionFields]):
         if update.is_first:
             self._offsets[index] = _Offsets(len(echo))
         choice = completion_choice(index, echo + update.text, update.end, None)
-        scores = None if update.ended is None else update.ended.prompt_logprobs
         if fields.logprobs is not None:
             scored: list[tuple[int, Produced | TokenScore | None]]
             scored = [(token.token, token) for token in update.tokens]
-            offsets = self._offsets[index].of(map(piece, ids))
-            if fields.echo and scores is not None:
+            offsets = self._offsets[index].of(piece(token.token) for token in update.tokens)
+            if fields.echo:
+                scores = update.result.prompt_logprobs or ()
                 scored = [*zip(prompt, scores, strict=True), *scored]
                 offsets = [*_Offsets().of(echoed), *offsets]
             choice["logprobs"] = self.words.completion_logprobs(
                 scored, offsets, fields.logprobs, more=bool(fields.token_details)
             )
-        if fields.return_token_ids:
-            choice |= {
-                "token_ids": ids,
-                **({"prompt_token_ids": prompt} if update.is_first else {}),
-            }
-        if fields.prompt_logprobs is not None and scores is not None:
-            choice["prompt_logprobs"] = self.words.prompt_logprobs(scores)
         return choice
 
 
@@ -183,13 +168,9 @@ class ChatFields(HttpFields, kw_only=True):
         A last message of the assistant is continued. A template that asks for the date gets today's,
         unless the request sets one.
         """
-        model, today, choice = service.model, date.today(), self.thinks
-        template = model.chat_template or ""
-        variables: dict[str, object] = {
-            name: today.strftime(form) for name, form in _DATES.items() if name in template
-        }
-        variables |= thinking_variables(model.turn_format, choice)
-        if self.reasoning_effort and "reasoning_effort" in template:
+        model, choice = service.model, self.thinks
+        variables = service.dates() | thinking_variables(model.turn_format, choice)
+        if self.reasoning_effort and "reasoning_effort" in (model.chat_template or ""):
             variables["reasoning_effort"] = self.reasoning_effort
         if model.turn_format.thought_end is None:  # like llama-server and vLLM
             choice = None
@@ -235,8 +216,7 @@ class _ChatWriter(Writer[ChatFields]):
 
     def part(self, update: Update) -> dict[str, object]:
         """Return a complete message."""
-        choice = chat_choice(update.index, self._turn(update), update.end, self._scored(update))
-        return choice | self._ids(update, prompt_token_ids=update.prompt)
+        return chat_choice(update.index, self._turn(update), update.end, self._scored(update))
 
     def _turn(self, update: Update) -> Turn:
         """Return a complete turn."""
@@ -268,7 +248,6 @@ class _ChatWriter(Writer[ChatFields]):
         common: dict[str, object] = {"index": update.index, "logprobs": None}
         chunks = [{**common, "delta": delta, "finish_reason": None} for delta in deltas]
         if chunks:
-            chunks[0] |= self._ids(update)
             chunks[0]["logprobs"] = None if scored is None else {"content": scored}
         if update.is_first:
             chunks.insert(0, _begin(update))
@@ -276,10 +255,6 @@ class _ChatWriter(Writer[ChatFields]):
             end = called(update.end) if calls else update.end
             chunks.append({**common, "delta": {}, **end})
         return chunks
-
-    def _ids(self, update: Update, **more: object) -> dict[str, object]:
-        ids = [token.token for token in (*update.thoughts, *update.tokens)]
-        return {"token_ids": ids, **more} if self.fields.return_token_ids else {}
 
     def _scored(self, update: Update) -> list[dict[str, object]] | None:
         if not self.fields.logprobs:

@@ -39,7 +39,6 @@ class HttpFields(TextFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     token_details: bool | None = None
-    return_token_ids: bool | None = None
 
     async def options(
         self, service: Service, max_tokens: int | None, top_logprobs: int | None

@@ -22,9 +22,7 @@ from .service import Service
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-__all__ = [
-    "Update", "Writer", "all_texts", "answer", "timings", "updates", "usage",
-]  # fmt: skip
+__all__ = ["Update", "Writer", "all_texts", "answer", "updates", "usage"]
 
 F = TypeVar("F", bound=HttpFields)
 _numbers = count()  # of requests to the engine, for their ids
@@ -215,41 +213,11 @@ def _check(result: Result) -> None:
 
 
 def usage(texts: Sequence[Update]) -> dict[str, object]:
-    """Return OpenAI's ``usage``, and llama-server's ``timings`` of the first text."""
+    """Return OpenAI's ``usage``."""
     results = [text.result for text in texts]
     prompts = [result for result in results if result.sample == 0]
     n_prompt = sum(result.num_prompt_tokens for result in prompts)
     n_completion = sum(len(result.tokens) for result in results)
     n_cached = sum(result.num_cached_tokens for result in prompts)
     n_thought = sum(result.n_thought_tokens for result in results)
-    counts = usage_of(n_prompt, n_completion, n_cached, n_thought)
-    return {"usage": counts, "timings": timings(results[0])}
-
-
-def timings(result: Result) -> dict[str, object]:
-    """Return llama-server's ``timings`` of a text.
-
-    The first token comes from the last decode of the prompt, so rates are computed over the others.
-    """
-    n_cached, n, stats = result.num_cached_tokens, len(result.tokens), result.stats
-    n_prompt = result.num_prompt_tokens - n_cached
-    first_s, last_s = result.first_token_s or 0.0, result.last_token_s or 0.0
-    prompt_s, predicted_s = first_s - (result.queued_s or 0.0), last_s - first_s
-    per_token = predicted_s / (n - 1) if n > 1 else 0.0
-    figures: dict[str, object] = {
-        "cache_n": n_cached,
-        "prompt_n": n_prompt,
-        "prompt_ms": 1e3 * prompt_s,
-        "prompt_per_token_ms": 1e3 * prompt_s / n_prompt if n_prompt else 0.0,
-        "prompt_per_second": n_prompt / prompt_s if prompt_s else 0.0,
-        "predicted_n": n,
-        "predicted_ms": 1e3 * predicted_s,
-        "predicted_per_token_ms": 1e3 * per_token,
-        "predicted_per_second": 1 / per_token if per_token else 0.0,
-    }
-    if stats.num_draft_tokens:
-        figures |= {
-            "draft_n": stats.num_draft_tokens,
-            "draft_n_accepted": stats.num_accepted_tokens,
-        }
-    return figures
+    return {"usage": usage_of(n_prompt, n_completion, n_cached, n_thought)}

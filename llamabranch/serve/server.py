@@ -102,7 +102,7 @@ class Server:
         access.setLevel(logging.INFO)
         access.propagate = self.settings.log_requests
         self._uvicorn = server = uvicorn.Server(config)
-        server.handle_exit = self._on_signal  # type: ignore[method-assign]  # of SIGINT and SIGTERM
+        server.handle_exit = self._on_signal  # type: ignore[assignment]  # of SIGINT and SIGTERM
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import to_thread
 from collections.abc import Sequence
+from datetime import date
 from functools import partial
 from time import time
 
@@ -16,6 +17,7 @@ from .settings import ServeSettings
 
 __all__ = ["Service"]
 
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
 _LONG_TEXT = 4096  # characters; tokenizing a longer text would block the event loop
 
 
@@ -48,6 +50,11 @@ class Service:
         """Return the first fields of an answer."""
         fields = head(prefix, kind, self.name)
         return fields if self.is_exact else fields | {"exact": False}
+
+    def dates(self) -> dict[str, object]:
+        """Return today's date for a chat template that uses it."""
+        template, today = self.model.chat_template or "", date.today()
+        return {name: today.strftime(form) for name, form in _DATES.items() if name in template}
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True

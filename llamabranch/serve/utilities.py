@@ -24,15 +24,9 @@ async def health(call: Request, service: Service) -> Response:
 
 async def models(call: Request, service: Service) -> Response:
     """List the one model, or show it."""
-    model = service.model
     entry = {
-        "id": service.name, "object": "model",
-        "created": service.created, "owned_by": "llamabranch", "max_model_len": service.n_ctx,
-        "meta": {
-            "vocab_type": model.vocab_type, "n_vocab": model.n_vocab, "n_ctx": service.n_ctx,
-            "n_ctx_train": model.n_ctx_train, "n_embd": model.n_embd, "n_params": model.n_params,
-            "size": model.size_bytes,
-        },
+        "id": service.name, "object": "model", "created": service.created,
+        "owned_by": "llamabranch", "max_model_len": service.n_ctx,
     }  # fmt: skip
     name = call.path_params.get("name")
     if name and name != service.name:

@@ -99,11 +99,12 @@ def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> No
 def test_token_drawn_ahead_is_dropped_where_seed_or_settings_change(ctx: Context) -> None:
     hot = WARM.replace(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0)
     with Branch.start(ctx, STORY, sampling=hot) as branch:
-        for change in (
+        changes: list[Callable[[], object]] = [
             lambda: branch.reseed(99),
             lambda: branch.resample(SamplingParams(temperature=0.0)),
             lambda: branch.steer({5: 100.0}),
-        ):
+        ]
+        for change in changes:
             drawn = branch.produce()
             change()
             with Branch.start(ctx, branch.tokens, sampling=branch.sampling) as fresh:

@@ -188,8 +188,10 @@ def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
     note = one.stderr.replace("model: tale-target (the default; -m names another)\n", "")
     assert re.fullmatch(r"4 tokens, ended by length, \d+\.\d a second, seed 1\n", note)
     for name in ("generate", "speculate"):
-        fixed = (name, "-n", "2", "-s", "1", "-d", "none")
-        shown = [run(*fixed, *more, stdin="A king\n").stdout for more in ((), ("-",), ("A king",))]
+        command = (name, "-n", "2", "-s", "1", "-d", "none")
+        shown = [
+            run(*command, *more, stdin="A king\n").stdout for more in ((), ("-",), ("A king",))
+        ]
         assert shown == [shown[0]] * 3
     assert "pipe it in" in said_by("generate", "-n", "2")
 

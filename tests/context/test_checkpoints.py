@@ -256,8 +256,9 @@ class Walk(Program):
         super().__init__(ctx, alone, seed, tally)
         self.acts = [self.start, self.serve, *[self.on_a_branch] * 5, *[self.rewind] * 4]
         self.rounding = rounding(ctx, 0.1)
-        memory = self.memory = ctx.kv_cache
+        memory = ctx.kv_cache
         assert isinstance(memory, States)
+        self.states = memory
         memory.every, memory.apart = 9, 4
 
     def rewind(self) -> None:
@@ -266,13 +267,13 @@ class Walk(Program):
             for token in self.tokens(12):
                 branch.commit(token)
             position = self.random.randint(1, branch.position)
-            usable = self.memory.usable(branch.seq_id, position)
+            usable = self.states.usable(branch.seq_id, position)
             self.tally["returned"] += 0 < usable < branch.position
             branch.rewind(position)
 
     def act(self) -> None:
         super().act()
-        assert 0 <= self.memory.checkpoints.n_bytes <= self.ctx.params.checkpoint_ram
+        assert 0 <= self.states.checkpoints.n_bytes <= self.ctx.params.checkpoint_ram
 
 
 @pytest.mark.parametrize("n_kept", [5, 1000])
@@ -286,5 +287,5 @@ def test_any_order_of_steps_leaves_each_text_as_it_is_alone(ctx: Context, n_kept
         with Context(ctx.model, **{**OPTIONS, **tight}) as small:
             walk = Walk(small, alone, seed, tally)
             walk.run(40)
-            assert walk.memory.checkpoints.n_bytes == 0
+            assert walk.states.checkpoints.n_bytes == 0
     assert tally["returned"] > 10 and tally["comparisons"] > 100, tally

@@ -282,17 +282,16 @@ def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
     check_goes_on(branch, ctx)
 
 
-def test_observer_of_a_search_is_interrupted_at_once(ctx: Context) -> None:
+def test_function_of_a_search_is_interrupted_at_once(ctx: Context) -> None:
     is_late: list[bool] = []
 
-    def watch(stats: lb.search.SearchStats) -> None:
-        if stats.decodes == 5:
-            ctrl_c()
-            is_late.append(True)
+    def answer(text: str) -> None:
+        ctrl_c()
+        is_late.append(True)
 
     with Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
         with pytest.raises(KeyboardInterrupt):
-            lb.search.best_of_n(branch, 3, 20, on_step=watch)
+            lb.search.vote(branch, answer, 3, 20, confidence=1.0)
         assert not is_late
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         check_goes_on(branch, ctx)

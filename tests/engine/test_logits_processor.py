@@ -150,7 +150,7 @@ def test_it_gets_all_tokens_and_a_copy_of_the_logits(ctx: Context) -> None:
 def test_searches_keep_to_it(ctx: Context) -> None:
     params = SamplingParams(**SETTINGS["untruncated"], logits_processor=alternates)
     with Branch.start(ctx, PROMPT, sampling=params) as branch:
-        hypotheses = lb.search.beam_search(branch, 3, 20, n=3).hypotheses
+        hypotheses = lb.search.beam_search(branch, 3, 20).hypotheses
         hypotheses += lb.search.best_of_n(branch, 3, 20, seed=2).hypotheses
         last = branch.tokens[-1]
         for hypothesis in hypotheses:

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from decodes import hooked
 from paging import Paged, drafted
+from serving import TARGET
+
+import llamabranch as lb
 
 START = "Once upon a time there was a little"
 
@@ -38,19 +41,19 @@ def test_typed_text_has_the_numbers_of_the_api(page: Paged, root: Any) -> None:
     assert told["src"] == "t" * len(told["ids"]) and len(told["ids"]) > 2
     prompt = [*page.tokens(root["id"])["ids"], *told["ids"]]
     body = {
-        "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 10, "prompt_logprobs": 10,
-        "token_details": True,
+        "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 10, "token_details": True,
     }  # fmt: skip
     (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
     start = len(prompt) - len(told["ids"])
-    for i, token in enumerate(told["ids"]):
-        one = choice["prompt_logprobs"][start + i]
-        assert np.float32(one[str(token)]["logprob"]) == np.float32(told["lp"][i])
-        entropy = choice["logprobs"]["entropies"][start + i]
-        assert np.float32(entropy) == np.float32(told["h"][i])
-        assert one[str(token)]["rank"] == told["rk"][i]
-        top = [np.float32(each["logprob"]) for each in one.values() if each["rank"] <= 10]
-        assert sorted(top, reverse=True) == [np.float32(lp) for _, lp, _ in told["top"][i]]
+    logprobs = {name: values[start:] for name, values in choice["logprobs"].items()}
+    for told_as, name in (("lp", "token_logprobs"), ("h", "entropies")):
+        assert np.array_equal(np.float32(told[told_as]), np.float32(logprobs[name]))
+    for top, alternatives in zip(logprobs["top_logprobs"], told["top"], strict=True):
+        known = sorted(map(np.float32, top.values()), reverse=True)
+        assert known == [np.float32(lp) for _, lp, _ in alternatives]
+    with lb.load(TARGET, n_ctx=256, n_threads=1, exact=True) as ctx:
+        scores = lb.Branch.start(ctx, prompt[:start]).score(prompt[start:])
+    assert told["rk"] == [score.rank for score in scores]
 
 
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:
@@ -58,10 +61,11 @@ def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, ro
     first, second = (page.tokens(node["id"], top=1) for node in made)
     body = {
         "prompt": page.tokens(root["id"])["ids"], "max_tokens": 12, "seed": 77, "token_details": True,
-        "logprobs": 1, "return_token_ids": True,
+        "logprobs": 1,
     }  # fmt: skip
     (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
-    assert first["ids"] == choice["token_ids"] != second["ids"]
+    assert first["text"] == choice["logprobs"]["tokens"] != second["text"]
+    assert np.array_equal(np.float32(first["lp"]), np.float32(choice["logprobs"]["token_logprobs"]))
     letters = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
     assert first["src"] == "".join(letters[source] for source in choice["logprobs"]["sources"])
     assert len({*first["src"]}) > 1

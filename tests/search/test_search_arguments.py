@@ -23,10 +23,6 @@ BIG: Values = (10**400, math.inf)
 FUNCTION: Values = (-1, 1, True, "len", [], object())
 
 
-def score(text: object) -> float:
-    return 1.0
-
-
 # What no argument of a type takes, by its annotation.
 WRONG: dict[str, Values] = {
     "Branch": (None, 1, "Once", [1, 2], Branch, object()),
@@ -36,14 +32,9 @@ WRONG: dict[str, Values] = {
     "float | None": NO_NUMBER,
     "bool": (0, 1, "yes", None, [], np.array([True])),
     "bool | str": ("always", 0, 1, None, 1.0, [], np.array([True, False])),
-    "str": ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean"),
-    "str | int": ("", 0, -1, 2.5, True, None, b"x", []),
-    "str | Callable[[Hypothesis], float]": (1, None, "best", [], np.array(["mean"]), b"sum"),
     "str | Sequence[str]": (
         5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]),
     ),
-    "OnStep | None": FUNCTION,
-    "Callable[[str], float]": (*FUNCTION, None),
     "Callable[[str], float] | None": FUNCTION,
     "Callable[[str], Answer | None]": (*FUNCTION, None),
     "Drafter | None": (
@@ -57,7 +48,6 @@ BEYOND: dict[str, Values] = {
     "n": (0, 2**63),
     "best_of_n n": (10**9,),
     "vote n": (10**9,),
-    "beam_search n": (5,),
     "max_tokens": (-1, 2**31, 2**63, 1 << 9000),
     "beam_search max_tokens": (0,),
     "length_penalty": (33.0, -33.0, 1e308, -1e308),
@@ -126,16 +116,10 @@ def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Mod
         assert ctx.decoder.n_decodes == before
 
 
-def test_arguments_that_exclude_each_other(shared_branch: Branch) -> None:
-    with pytest.raises(ConfigError, match="score or reward"):
-        search.best_of_n(shared_branch, 2, score="sum", reward=len)
-
-
-@pytest.mark.parametrize("argument", ["reward", "score"])
-def test_what_functions_return_is_checked(argument: str, shared_branch: Branch) -> None:
+def test_what_a_reward_returns_is_checked(shared_branch: Branch) -> None:
     before = shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free
     for value in (None, *NO_NUMBER):
-        options: Any = {argument: lambda _, v=value: v}
+        options: Any = {"reward": lambda _, v=value: v}
         with pytest.raises(ConfigError):
             search.best_of_n(shared_branch, max_tokens=2, **options)
         assert (shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free) == before

@@ -27,8 +27,8 @@ def test_control_token_is_no_content(tmp_path: Path, tools: Any) -> None:
         with server.client() as api:
             sent = {**body, "messages": MESSAGES, **({"tools": tools} if tools else {})}
             where = "/v1/chat/completions"
-            (choice,) = post(api, 200, where, **sent, return_token_ids=True)["choices"]
-            assert choice["token_ids"] == [token] * 3
+            (choice,) = post(api, 200, where, **sent, logprobs=True)["choices"]
+            assert [one["id"] for one in choice["logprobs"]["content"]] == [token] * 3
             assert not choice["message"]["content"]
             parts = [choice for part in frames(api, where, **sent) for choice in part["choices"]]
             assert not any(part["delta"].get("content") for part in parts)

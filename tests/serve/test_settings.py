@@ -143,15 +143,15 @@ def test_seed_of_the_server_is_that_of_requests_without_one(api: Any) -> None:
 def test_templates_that_ask_for_the_date_are_told_it_and_answers_where_batches_are_not_exact() -> (
     None
 ):
-    template = "{{ date_string }}|{{ strftime_now('%Y') }}|{{ messages[0]['content'] }}"
+    template = (
+        "{% if messages[0]['content'] != date_string ~ strftime_now('|%Y') %}"
+        "{{ raise_exception('another day') }}{% endif %}Hi"
+    )
     engine = {"chat_template": template, "exact": False}
     with serving(engine) as server, server.client() as api:
         for more, day in (({}, date.today().strftime("%d %b %Y")), ({"date_string": "x"}, "x")):
-            body = {
-                "messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": more,
-                "max_tokens": 1, "return_token_ids": True,
-            }  # fmt: skip
-            answer = post(api, 200, "/v1/chat/completions", **body)
-            assert answer["exact"] is False
-            prompt = server.ctx.model.detokenize(answer["choices"][0]["prompt_token_ids"])
-            assert prompt.endswith(f"{day}|{date.today().year}|Hi")
+            messages = [{"role": "user", "content": f"{day}|{date.today().year}"}]
+            body = {"messages": messages, "chat_template_kwargs": more, "max_tokens": 1}
+            assert post(api, 200, "/v1/chat/completions", **body)["exact"] is False
+        messages = [{"role": "user", "content": "yesterday"}]
+        post(api, 400, "/v1/chat/completions", messages=messages, max_tokens=1)

@@ -1,0 +1,55 @@
+"""Shared by all searches: their arguments, checked."""
+
+from __future__ import annotations
+
+from ..arguments import instance, whole
+from ..branch import Branch
+from ..errors import SequencesExhaustedError
+from ..generation.drafter import checked_drafter
+from ..sampling import SamplingParams
+from ..speculative import Drafter
+
+__all__ = ["MOST_TEXTS", "check_room", "check_start", "first_seed", "token_limit"]
+
+MOST_TEXTS = 100_000  # of one search; each takes a few kilobytes, as in an engine's request
+_MOST_TOKENS = 2**31 - 1
+
+
+def check_start(branch: Branch, drafter: Drafter | None = None) -> None:
+    """Raise unless a search may start from ``branch``.
+
+    Raises:
+        ConfigError: an argument is not a branch or a drafter. BranchStateError, ClosedError: the branch
+            cannot be used. VocabularyMismatchError: the drafter cannot draft for its model.
+    """
+    instance("branch", branch, Branch, "a search needs one that has read the prompt")
+    branch.sequence.check_usable()
+    checked_drafter(drafter, branch.ctx.model)
+
+
+def check_room(branch: Branch, n_sequences: int = 1) -> None:
+    """Raise unless a branch has logits, and ``n_sequences`` sequences beside its own are free.
+
+    Raises:
+        BranchStateError: the branch is pruned or empty. SequencesExhaustedError: too few are free.
+    """
+    ctx = branch.ctx
+    with ctx.lock:
+        branch.sequence.logits_row()
+        n_free = ctx.n_seq_free
+    if n_free < n_sequences:
+        raise SequencesExhaustedError(
+            f"this search needs {n_sequences} sequences beside that of the prompt; "
+            f"{n_free} of {ctx.n_seq_max} are free",
+            hint="prune branches, search for fewer texts, or raise n_seq_max of the context",
+        )
+
+
+def first_seed(branch: Branch, seed: int | None) -> int:
+    """Return the seed of a search: ``seed``, or else the branch's."""
+    return SamplingParams(seed=seed).drawn_seed(branch.seed)
+
+
+def token_limit(max_tokens: int | None) -> int | None:
+    """Return ``max_tokens`` as int, None = without a limit."""
+    return None if max_tokens is None else whole("max_tokens", max_tokens, 0, _MOST_TOKENS)

@@ -69,7 +69,8 @@ class HiddenStates:
         for layer, columns in self._columns:
             states[:, columns] = heads.extracted_rows(self._handle, layer, n)
         if len(self._rows) > 2 * self._cells.n_cells:
-            self._forget_unused()
+            used = self._cells.write_indices()
+            self._rows = {index: row for index, row in self._rows.items() if index in used}
         self._rows.update(zip(range(first, first + n), states, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
@@ -86,7 +87,3 @@ class HiddenStates:
         for position, row in enumerate(rows):
             if row is not None:
                 self._rows[self._cells.write_index(seq_id, position)] = row
-
-    def _forget_unused(self) -> None:
-        used = self._cells.write_indices()
-        self._rows = {index: row for index, row in self._rows.items() if index in used}

@@ -29,10 +29,8 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
         is_head: the context computes only the model's layers that draft for another context.
     """
     limit = memory_bytes()
-    of_cells, of_states = (
-        cell_bytes(model, params, is_head=is_head),
-        least_state_bytes(model, params),
-    )
+    of_cells = cell_bytes(model, params, is_head=is_head)
+    of_states = least_state_bytes(model, params)
     least = of_cells + of_states
     if limit is None or least <= limit:
         return
@@ -56,9 +54,8 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
 
 def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -> int:
     """Return how many bytes the cells of a context take at least; 0 if that is not known."""
-    if model.memory_type not in ("attention", "sliding-window", "hybrid"):
-        return 0
-    if model.memory_type == "sliding-window" and not params.swa_full:
+    windowed = ("sliding-window",) if params.swa_full else ()
+    if model.memory_type not in ("attention", "hybrid", *windowed):
         return 0
     on_gpu = model.on_gpu and params.offload_kqv
     numbers = 0 if on_gpu or is_head else model.kv_numbers

@@ -90,9 +90,7 @@ def _message(message: Message) -> dict[str, object]:
             str(text).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"a message is not valid Unicode: {error}") from None
-    more = {
-        key: value for key, value in message.items() if value is not None
-    }  # like OpenAI's client
+    more = {key: value for key, value in message.items() if value is not None}  # as OpenAI's client
     return {**more, "content": content}
 
 

@@ -65,10 +65,8 @@ def _own_docs(function: Callable[..., object], signature: inspect.Signature) -> 
     text = function.__doc__  # unlike `inspect.getdoc`, which looks into base classes too
     if not isinstance(text, str):
         return ""
-    is_generated = text == f"{function.__name__}{signature}".replace(
-        " -> None", ""
-    )  # by @dataclass
-    return "" if is_generated else inspect.cleandoc(text)
+    by_dataclass = f"{function.__name__}{signature}".replace(" -> None", "")
+    return "" if text == by_dataclass else inspect.cleandoc(text)
 
 
 def _docs(text: str) -> tuple[str, dict[str, str]]:
@@ -107,9 +105,7 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # of defaults without JSON
             schema = cast(_Schema, model.model_json_schema(schema_generator=type_schemas()))
-    except (
-        Exception
-    ) as error:  # pydantic's errors have no common class, and a type may raise anything
+    except Exception as error:  # pydantic's have no common class, and a type may raise anything
         raise ConfigError(f"{name}: no JSON schema: {told(error).splitlines()[0]}") from error
     properties = schema.get("properties")
     for part in [schema, *(properties.values() if isinstance(properties, dict) else ())]:

@@ -61,13 +61,9 @@ def written_history(
 def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, object]:
     """Return an answer whose thought is separate from its content."""
     start, end = turns.thought_start or "", turns.thought_end or ""
-    content = message.get("content")
-    if not isinstance(content, str) or not start or not content.lstrip().startswith(start):
-        return message
-    if not turns.takes_thoughts:
-        return message
-    thought, tag, rest = content.lstrip()[len(start) :].partition(end)
-    if not tag:
+    content = str(message.get("content") or "").lstrip()
+    thought, tag, rest = content.removeprefix(start).partition(end)
+    if not (start and tag and turns.takes_thoughts and content.startswith(start)):
         return message
     return {**message, "reasoning_content": thought.strip(), "content": rest.lstrip()}
 

@@ -299,7 +299,7 @@ class Model:
             tokens = self.chat_tokens(prompt)
         elif isinstance(prompt, str):
             tokens = self.tokenize(prompt, parse_special=parse_special)
-            if self.bos is not None and tokens[:2] == [self.bos] * 2 and self._adds_bos:
+            if self.bos is not None and tokens[:2] == [self.bos] * 2 and self._handle.adds_bos:
                 del tokens[0]  # the text begins with it
         elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
             is_text = isinstance(prompt, TEXT_TYPES)
@@ -319,10 +319,6 @@ class Model:
                 hint="pass at least one token",
             )
         return [token]
-
-    @property
-    def _adds_bos(self) -> bool:
-        return self._handle.flag("get_add_bos")
 
     def _need_text(self) -> None:
         if not self.has_text:
@@ -345,7 +341,7 @@ class Model:
         self._need_text()
         if not isinstance(text, str):
             raise TokenizeError(f"text must be str, not {type(text).__name__}")
-        if add_special and self.bos is None and self._adds_bos:
+        if add_special and self.bos is None and self._handle.adds_bos:
             add_special = False  # the model requests BOS but has none: llama.cpp would abort
         try:
             data = text.encode("utf-8")
@@ -521,7 +517,7 @@ class Model:
             stand_ins,
             lambda part, parse: self.tokenize(part, add_special=False, parse_special=parse),
         )
-        if self.bos is not None and self._adds_bos and tokens[:1] != [self.bos]:
+        if self.bos is not None and self._handle.adds_bos and tokens[:1] != [self.bos]:
             tokens.insert(0, self.bos)
         return tokens
 

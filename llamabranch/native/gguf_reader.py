@@ -243,9 +243,11 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
             parts.append((part, _read_file(part, tensors=tensors)))
     for i, (part, header) in enumerate(parts):
         with _about(part):
-            if (header.split("no"), header.split("count")) != (i, count):
+            number, n = header.split("no"), header.split("count")
+            if (number, n) != (i, count):
+                place = f"part {number + 1} of {n}" if n > 0 else "not part of a split model"
                 _reject(
-                    f"it is not part {i + 1} of {count} of a model: {_place(header)}",
+                    f"it is not part {i + 1} of {count} of a model: it is {place}",
                     "part of another file has this name; get the parts again",
                 )
     all_tensors = [tensor for _, header in parts for tensor in header.tensors]
@@ -265,11 +267,6 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
 
 def _part_path(path: Path, stem: str, index: int, count: int) -> Path:
     return path.with_name(f"{stem}-{index + 1:05d}-of-{count:05d}.gguf")
-
-
-def _place(header: Header) -> str:
-    number, count = header.split("no"), header.split("count")
-    return f"it is part {number + 1} of {count}" if count > 0 else "it is not part of a split model"
 
 
 def _later_part(path: Path, number: int, count: int) -> tuple[str, str]:

@@ -80,9 +80,7 @@ class Handle:
         self.name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._alive = alive = [
-            True
-        ]  # empty once freed; checked in every call, so it is not a function
+        self._alive = alive = [True]  # empty once freed; no function: every call checks it
         self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parents)
         for parent in parents:
             parent._children.add(self)

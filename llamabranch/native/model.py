@@ -106,9 +106,6 @@ class ModelHandle(Handle):
         """Return llama_model_<what>() as an integer: n_params, size, n_layer, n_swa, ..."""
         return int(getattr(C, f"llama_model_{name}")(self.ptr))
 
-    def description(self) -> str:
-        return _text(partial(C.llama_model_desc, self.ptr))
-
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
 
@@ -118,7 +115,8 @@ class ModelHandle(Handle):
         known = FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:
             return known
-        words = self.description().split(maxsplit=2)[2:]  # after architecture and size
+        description = _text(partial(C.llama_model_desc, self.ptr))
+        words = description.split(maxsplit=2)[2:]  # after architecture and size
         if words and not words[0].startswith("unknown"):
             return words[0]
         return f"type {value}" if value else "unknown"
@@ -138,9 +136,10 @@ class ModelHandle(Handle):
         token = int(getattr(C, f"llama_vocab_{name}")(self.vocab))
         return token if 0 <= token < self.n_vocab else None
 
-    def flag(self, name: str) -> bool:
-        """Return get_add_bos, get_add_eos, ..."""
-        return bool(getattr(C, f"llama_vocab_{name}")(self.vocab))
+    @property
+    def adds_bos(self) -> bool:
+        """Whether texts begin with the BOS token."""
+        return bool(C.llama_vocab_get_add_bos(self.vocab))
 
     def is_eog(self, token: int) -> bool:
         return bool(C.llama_vocab_is_eog(self.vocab, token))

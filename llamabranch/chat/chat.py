@@ -408,12 +408,11 @@ class Chat:
         """
         text_context("ctx", ctx)
         saved = read_chat(file, ctx.model)
-        options = ChatOptions(
-            sampling=SamplingParams.from_dict(saved.sampling),
-            max_tokens=saved.max_tokens,
-            stop=saved.stop,
-        )
-        chat = cls(ctx, drafter, config, system=saved.system, **options)
+        chat = cls(
+            ctx, drafter, config,
+            system=saved.system, sampling=SamplingParams.from_dict(saved.sampling),
+            max_tokens=saved.max_tokens, stop=saved.stop,
+        )  # fmt: skip
         chat._id, chat._heads, chat.current = saved.id, saved.linked(), saved.current
         return chat
 

@@ -13,7 +13,7 @@ import llamabranch as lb
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 HELLO = [{"role": "user", "content": "Tell me about a king."}]
-WARM = {"temperature": 0.8, "seed": 42}
+WARM: Any = {"temperature": 0.8, "seed": 42}
 SCHEMA = record_schema({"enum": [7, 70]}, most=8)
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": "It.", "parameters": SCHEMA}}

@@ -148,11 +148,11 @@ class Context:
         between two operations of its graph; with recurrent memory, or layers on a GPU, it stops between
         micro-batches (``n_ubatch`` tokens).
         """
-        self.decoder.handle.stop()
+        self.decoder.stops.stop()
 
     def resume(self) -> None:
         """Undo an ``interrupt`` that has not stopped a decode yet, so that the next one runs."""
-        self.decoder.handle.resume()
+        self.decoder.stops.resume()
 
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:

@@ -165,7 +165,7 @@ class Runner:
             else:
                 return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
-            handle.resume()  # the decode may have been interrupted too
+            self.stops.resume()  # the decode may have been interrupted too
             self.undo(starts, expiring)
             raise
         finally:

@@ -88,7 +88,7 @@ class ContextHandle(Handle):
 
     Attributes:
         n_rollback: how many tokens of a recurrent state can be undone.
-        stops: the requests to stop a decode.
+        stops: the requests to stop a decode, which then returns 2.
     """
 
     closes_first = True
@@ -228,23 +228,15 @@ class ContextHandle(Handle):
         try:
             code = call_in_thread(
                 lambda: int(C.llama_decode(self.unchecked_ptr, self._batch)),
-                stop=self.stop,
+                stop=self.stops.stop,
                 is_to_stop=is_interrupted,
             )
         except BaseException:
-            self.resume()
+            self.stops.resume()
             raise
         if code == 0 and is_interrupted():  # the decode ended before it could be stopped
-            self.resume()
+            self.stops.resume()
         return code
-
-    def stop(self) -> None:
-        """Stop the running decode, or the next one; it returns 2. Can be called from any thread."""
-        self.stops.stop()
-
-    def resume(self) -> None:
-        """Undo ``stop``."""
-        self.stops.resume()
 
     def rows(self, n: int) -> Rows:
         """Return the last decode's output rows, float32 (n, V), in batch order.

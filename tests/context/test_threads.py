@@ -385,6 +385,6 @@ def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:
     assert n_stopped > 0
     assert branch.generated == whole
     with Branch.create(ctx) as again:
-        ctx.decoder.handle.resume()
+        ctx.decoder.stops.resume()
         again.prefill(branch.tokens)
         assert np.array_equal(again.logits, branch.logits)

@@ -165,7 +165,7 @@ class Run:
         if self.engine.has_unfinished():
             self.ctx.interrupt()
             self.one_step()
-            self.ctx.decoder.handle.resume()
+            self.ctx.decoder.stops.resume()
 
     def visit(self) -> None:
         """A guest takes cells and a sequence, for a while or for ever."""

@@ -378,7 +378,7 @@ class _About(Struct):
 def _parse(metadata: bytes) -> Snapshot:
     """Return the snapshot that the metadata describes, without its arrays."""
     try:
-        about = msgspec.json.decode(metadata, type=_About)
+        about = msgspec.convert(json.loads(metadata), _About)  # names may have lone surrogates
         return Snapshot(
             origin=about.origin,
             sampling=SamplingParams.from_dict(about.sampling),

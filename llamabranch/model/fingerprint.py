@@ -11,16 +11,21 @@ from ..errors import UsageError
 from ..files import sha256
 
 
-def states_of(paths: Sequence[Path]) -> list[dict[str, object]]:
-    """Return for each file the data that change when it is written or replaced; {} if it is missing."""
-    return [_state(path) for path in paths]
+def state_of(path: Path) -> dict[str, object]:
+    """Return the data of a file that change when it is written or replaced; {} if it is missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return {}
+    names = ("size", "mtime_ns", "ino", "dev")
+    return {name: getattr(status, f"st_{name}") for name in names}
 
 
 def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> str:
     """Return the SHA-256 (hex) of a model's file; for several parts, that of their SHA-256s in order.
 
     Args:
-        loaded: ``states_of`` when they were loaded.
+        loaded: the ``state_of`` each, when they were loaded.
 
     Raises:
         UsageError: a file is no longer the one that was loaded.
@@ -30,7 +35,7 @@ def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> s
         digest = None
         with suppress(OSError):
             digest = sha256(path)
-        if digest is None or _state(path) != before:
+        if digest is None or state_of(path) != before:
             raise UsageError(
                 f"{path} was changed, replaced or removed after it was loaded",
                 hint="load the model again",
@@ -54,12 +59,3 @@ def quick_key(path: Path) -> str:
         file.seek(max(0, size - (1 << 20)))
         digest.update(file.read())
     return digest.hexdigest()
-
-
-def _state(path: Path) -> dict[str, object]:
-    try:
-        status = path.stat()
-    except OSError:
-        return {}
-    names = ("size", "mtime_ns", "ino", "dev")
-    return {name: getattr(status, f"st_{name}") for name in names}

@@ -49,9 +49,7 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
         if key not in hints:
             raise ConfigError(f"{name}: the parameter {key} has no annotation")
         fields[key] = (hints[key], parameter.default)
-    schema = _by_pydantic(name, fields)
-    if schema is None:
-        schema = _by_msgspec(name, fields)
+    schema = _by_pydantic(name, fields) or _by_msgspec(name, fields)
     properties = schema.get("properties")
     for key, text in described.items():
         if isinstance(properties, dict) and isinstance(properties.get(key), dict):

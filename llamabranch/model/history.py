@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ..arguments import placed, shown
 from ..errors import ConfigError
@@ -115,12 +116,9 @@ def _call_of(call: object) -> ToolCall:
         raise ConfigError(f"a call must have a function with a name, not {shown(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             value = json.loads(arguments)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, Mapping):
-            arguments = value
+            arguments = value if isinstance(value, Mapping) else arguments
     elif arguments is not None and not isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):

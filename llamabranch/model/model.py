@@ -17,7 +17,7 @@ from ..native.gguf_reader import read_header
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText
-from .fingerprint import fingerprint, quick_key, states_of
+from .fingerprint import fingerprint, quick_key, state_of
 from .history import written_history
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TokenIds, decode_utf8, token_list
@@ -101,7 +101,7 @@ class Model:
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         self.files = header.parts
-        self._loaded = states_of(self.files)
+        self._loaded = [state_of(part) for part in self.files]
         load_mtp = bool(load_mtp) or pairs.head_kind(header) == "mtp-only"
         if extra_buffers == "auto":
             extra_buffers = not uses_amx()
@@ -271,9 +271,8 @@ class Model:
         if not isinstance(tokens, Iterable) or isinstance(tokens, TEXT_TYPES):
             token_list(tokens)  # refuses bytes, whose items are integers
         for token in tokens:
-            if type(token) is int and 0 <= token < n_vocab:
-                continue
-            raise self._no_token(token)
+            if type(token) is not int or not 0 <= token < n_vocab:
+                raise self._no_token(token)
 
     def prompt_tokens(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
         """Return the token ids of a prompt, at least one.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -13,7 +12,7 @@ from ..branch import Branch
 from ..context import Context
 from ..sampling import SamplingParams
 from ..speculative import Drafter, Speculator
-from .timing import Spread, Stopped
+from .timing import Spread
 
 _WARM_UP = (
     4  # tokens before a measurement: the first step has another shape, drafters read the prompt
@@ -78,7 +77,6 @@ def measure(
     n_tokens: int,
     sampling: SamplingParams,
     speeds: Speeds,
-    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Read ``tokens`` up to each of ``lengths``, generate there, and add a run to ``speeds``.
 
@@ -86,11 +84,10 @@ def measure(
         drafter: drafts in a second generation of the same length; None = only plain decoding.
         lengths: in increasing order, at most as many as there are ``tokens``.
         n_tokens: how many tokens are generated and timed each time.
-        stop: called between tokens; if it returns True, nothing is added.
 
     Raises:
         CapacityError: the longest prompt and its continuation do not fit into the context.
-        Stopped: ``stop`` returned True.
+        DecodeInterruptedError: a decode was interrupted. Then nothing is added.
     """
     read, plain, drafted = (dict[int, float]() for _ in range(3))
     speculators = [(plain, Speculator(ctx))]
@@ -105,20 +102,15 @@ def measure(
             seconds += perf_counter() - start
             at, read[length] = length, length / seconds
             for rates, speculator in speculators:
-                _generate(speculator, text, _WARM_UP, stop)
+                _generate(speculator, text, _WARM_UP)
                 with text.fork() as fork:
-                    rates[length] = _generate(speculator, fork, n_tokens, stop)
+                    rates[length] = _generate(speculator, fork, n_tokens)
     for own, rates in ((speeds.read, read), (speeds.plain, plain), (speeds.drafted, drafted)):
         for length, rate in rates.items():
             own.setdefault(length, []).append(rate)
 
 
-def _generate(
-    speculator: Speculator, text: Branch, n_tokens: int, stop: Callable[[], bool]
-) -> float:
+def _generate(speculator: Speculator, text: Branch, n_tokens: int) -> float:
     """Continue ``text``; return tokens a second."""
-    with closing(speculator.generate(text, max_tokens=n_tokens)) as generation:
-        for _ in generation:
-            if stop():
-                raise Stopped
-        return generation.tokens_per_s if generation.tokens else math.nan
+    generation = speculator.generate(text, max_tokens=n_tokens).finish()
+    return generation.tokens_per_s if generation.tokens else math.nan

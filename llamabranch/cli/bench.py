@@ -13,7 +13,7 @@ import typer
 
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.speed import Speeds, fastest, measure
-from llamabranch.bench.timing import Spread, Stopped
+from llamabranch.bench.timing import Spread
 from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
 from . import options as opt
@@ -127,19 +127,15 @@ def _measure_all(
                 text = context.tokenize("\n".join(topics.values()))[: max(lengths)]
                 banned = dict.fromkeys(context.model.eog_tokens, -math.inf)  # so that no text ends
                 sampling = options.params().replace(logit_bias=banned)
-                with InterruptHandler([context, *drafter.contexts]) as handler:
-
-                    def stop(interrupts: InterruptHandler = handler) -> bool:
-                        return interrupts.requested
-
+                with InterruptHandler([context, *drafter.contexts]):
                     measure(
                         context, drafter if names[1] else None, text, lengths, given.max_tokens or 0,
-                        sampling, each, stop,
+                        sampling, each,
                     )  # fmt: skip
                 speeds[flags] = each
             except UnsupportedError as error:
                 console.note(f"without {flags}: {error}")
-            except (Stopped, DecodeInterruptedError):
+            except DecodeInterruptedError:
                 return False
             finally:
                 console.resources.close()

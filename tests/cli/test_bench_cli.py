@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
@@ -15,7 +16,6 @@ from toys import write_toy
 import llamabranch as lb
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.speed import Speeds, fastest, measure
-from llamabranch.bench.timing import Stopped
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 SMALL = ("--lengths", "40,8,6000", "-n", "6", "-r", "1", "-t", "1")
@@ -69,13 +69,22 @@ def test_interrupt_prints_what_was_measured_and_exits_with_130() -> None:
     assert answer["interrupted"] is True
 
 
-def test_a_stopped_run_adds_nothing(ctx: lb.Context) -> None:
-    speeds, sampling = Speeds(), lb.SamplingParams(temperature=0)
+def test_an_interrupted_run_adds_nothing(ctx: lb.Context) -> None:
+    speeds, sampling, calls = Speeds(), lb.SamplingParams(temperature=0), list[Any]()
+
+    def interrupts(_tokens: Any, logits: Any) -> Any:
+        calls.append(logits)
+        if len(calls) == 9:  # in the middle of what is timed
+            ctx.interrupt()
+        return logits
+
     tokens = ctx.tokenize("Once upon a time there was a king who had three sons")
     measure(ctx, None, tokens, [4, 8], 6, sampling, speeds)
     assert list(speeds.read) == list(speeds.plain) == [4, 8] and not speeds.drafted
-    with pytest.raises(Stopped):
-        measure(ctx, None, tokens, [4, 8], 6, sampling, speeds, lambda: True)
+    with pytest.raises(lb.DecodeInterruptedError):
+        stopped = sampling.replace(logits_processor=interrupts)
+        measure(ctx, None, tokens, [4, 8], 6, stopped, speeds)
+    assert len(calls) == 9
     assert [len(rates) for rates in speeds.read.values()] == [1, 1]
     assert ctx.usage().cells_used == 0
 

@@ -14,8 +14,7 @@ from ..native.context import KV_TYPES
 from ..native.gguf_reader import type_bytes
 from .params import ContextParams
 
-# llama.cpp's record of a cell has 48 bytes: its position, a shift, 2-D positions, and a bit for each of
-# 256 sequences.
+# llama.cpp's record of a cell has at least its position, a shift, and a bit for each of 256 sequences.
 BYTES_OF_CELL = 40
 BYTES_OF_NUMBER = 4  # bytes of a number in a state: llama.cpp keeps states as float32
 _STEP = 256  # llama.cpp rounds a cache up to whole steps

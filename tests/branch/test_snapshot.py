@@ -155,8 +155,10 @@ def test_loading_that_is_refused_or_interrupted_leaves_nothing(
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_file_keeps_its_mode(small_ctx: lb.Context, tmp_path: Path) -> None:
-    """A new file is readable by its owner only, and its name may be long."""
+def test_a_file_keeps_its_mode(
+    small_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new file is its owner's only, and its name may be long. A full disk leaves the old one."""
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -167,6 +169,17 @@ def test_a_file_keeps_its_mode(small_ctx: lb.Context, tmp_path: Path) -> None:
         path.chmod(mode)
     branch.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    old = path.read_bytes()
+    branch.step()
+
+    def full(_: int) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(SnapshotError, match="No space left"):
+            branch.save(path)
+    assert path.read_bytes() == old and list(folder.iterdir()) == [path]
     with pytest.raises(SnapshotError, match=r"there is no folder \S*/missing(?!\S)"):
         branch.save(tmp_path / "missing" / "x.branch")
     for place in (folder, Path(os.devnull)):

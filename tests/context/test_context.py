@@ -351,6 +351,11 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
         branch.commit(4)  # it has warned
         ctx.decode([2] * 10, 300)
         ctx.audit()
+    with (
+        Context(short_toy, n_ctx=1024, n_seq_max=3, n_threads=1) as ctx,
+        pytest.warns(ContextLengthWarning),  # where many tokens are decoded together, too
+    ):
+        ctx.decode([2] * 301, 0)
 
 
 def test_rope_settings_of_ones_own_stretch_the_length(short_toy: lb.Model) -> None:

@@ -179,6 +179,10 @@ def hostile_names(_patched: pytest.MonkeyPatch, hub: FakeHub) -> None:
     hub.add(REPOSITORY, {"../../../evil-Q8_0.gguf": b"evil"})
 
 
+def absolute_names(_patched: pytest.MonkeyPatch, hub: FakeHub) -> None:
+    hub.add(REPOSITORY, {f"{cache().parent}/evil-Q8_0.gguf": b"evil"})
+
+
 @pytest.mark.parametrize(
     ("prepare", "kind", "message", "hint"),
     [
@@ -187,6 +191,7 @@ def hostile_names(_patched: pytest.MonkeyPatch, hub: FakeHub) -> None:
         (cache_is_a_file, lb.errors.DownloadError, "a file", "HF_HUB_CACHE"),
         (no_huggingface_hub, lb.errors.UnsupportedError, "huggingface_hub", "[hub]'"),
         (hostile_names, lb.errors.DownloadError, "cannot download", ""),
+        (absolute_names, lb.errors.DownloadError, "cannot download", ""),
     ],
 )
 def test_what_prevents_a_download_is_an_error_with_a_hint_and_nothing_has_a_name(

@@ -150,6 +150,12 @@ def test_a_changed_file_is_read_as_far_as_it_can_and_left_alone(tmp_path: Path, 
         assert page.nodes() == names and [page.text(name) for name in names] == texts
         assert n == 1 or [page.tokens(name, top=1) for name in names] == numbers
     assert file.read_bytes() == data
+    if kind == "of another model":
+        (tmp_path / "other").mkdir()
+        with Paged(tmp_path / "other") as page:  # its texts; they were not drawn here
+            assert page.api.post("/loom/import", content=data).status_code == 200
+            assert [page.text(name) for name in page.nodes()] == texts
+            assert page.tokens(page.nodes()[-1])["node"]["seed"] is None
 
 
 def refusal(page: Paged) -> str:

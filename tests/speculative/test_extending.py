@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from drafts import Knowing
 
 import llamabranch as lb
 from llamabranch import ConfigError, SpeculativeConfig
@@ -47,6 +49,11 @@ def test_function_drafts_and_the_text_stays_the_same(ctx: lb.Context) -> None:
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
     assert stats.num_drafts < 10
     assert stats.draft_time_s > 0
+    # A state of one's own may propose NumPy's integers.
+    knowing = Knowing(lambda tokens, k: [*np.array(whole[len(tokens) :][:k], dtype=np.int64)])
+    drafted = generate(ctx, knowing)
+    assert drafted.tokens == plain and {type(token) for token in drafted.tokens} == {int}
+    assert drafted.stats.num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize("guess", [["a"], "text", [10**9], 5, [1.5]])

@@ -108,6 +108,18 @@ def test_all_that_is_forced_is_accepted(rule: str, ctx: Context, draft_ctx: Cont
     assert JSON.parse(generation.text)["is_brave"] in (True, False)  # type: ignore[index]
 
 
+def test_a_second_answer_is_forced_too(ctx: Context) -> None:
+    """Text is added after a rewound answer, and the branch is forked."""
+    speculator = Speculator(ctx, GrammarDrafter.copying(), LONG)
+    with Branch.start(ctx, PROMPT, sampling=SETTINGS["seeded"], grammar=JSON) as branch:
+        speculator.generate(branch, max_tokens=9).finish()
+        branch.rewind(branch.position - 4)
+        branch.append("\nThe next one as JSON: ")
+        for line in (branch.fork(), branch):
+            generation = speculator.generate(line, max_tokens=60).finish()
+            assert generation.stats.num_forced_tokens > 15
+
+
 def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
     nonsense = FunctionDrafter(lambda tokens, k: [300, 301, 302, 303][:k])
     generation = Speculator(ctx, nonsense, FIXED).generate(

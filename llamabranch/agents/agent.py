@@ -312,7 +312,7 @@ def _known(tools: object, context: Context, *, forks: bool) -> dict[str, Tool]:
     """Return tools by name.
 
     Raises:
-        ConfigError: it is no list of functions and agents, or two have the same name.
+        ConfigError: it is not a list of functions and agents, or two have the same name.
     """
     given: list[object] = items("tools", cast(Sequence[object], tools))
     by_name: dict[str, Tool] = {}

@@ -47,7 +47,7 @@ class SavedChat(Struct):
         """Return the last exchange of each branch.
 
         Raises:
-            ValueError, KeyError: an index is not that of an earlier exchange, or of a branch.
+            ValueError, KeyError: an index does not belong to an earlier exchange, or to a branch.
         """
         linked: dict[int | None, Exchange | None] = {None: None}
         for exchange, parent in zip(self.exchanges, self.parents, strict=True):

@@ -124,7 +124,7 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
                 show()
 
     with suppress(AttributeError, ValueError):  # Windows, or a thread
-        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background reading just fails
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # then a read in the background fails
     if sys.stdin is not None:  # None means that it was closed when the process started
         threading.Thread(target=listen, daemon=True).start()
     if browser:

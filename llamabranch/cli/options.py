@@ -31,7 +31,7 @@ TEXT, SAMPLING, MODEL, OUTPUT = "Text", "Sampling", "Model", "Output"
 DEFAULTS = SamplingParams()
 MOST_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
-_REQUEST = {"n", "top_logprobs", "min_tokens", "stop"}  # of `Request`, by -S
+_REQUEST = {"n", "top_logprobs", "min_tokens", "stop"}  # fields of `Request` that -S sets
 
 
 def option(names: str, text: str, panel: str, **more: Any) -> Any:
@@ -40,7 +40,7 @@ def option(names: str, text: str, panel: str, **more: Any) -> Any:
 
 
 def unless_minus_one(value: int | None) -> int | None:
-    """Return a value; llama.cpp's -1, no limit or a random seed, becomes None."""
+    """Return a value, or None for llama.cpp's -1 (no limit, or a random seed)."""
     return None if value == -1 else value
 
 
@@ -226,7 +226,7 @@ class Given:
 
 
 def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator: a command gets these shared options, or all, after its own, as a `Given`.
+    """Return a decorator that adds these shared options, or all, to a command's own, as a `Given`.
 
     The function is called with the `Given`, a console, and the values of its own options. Errors end
     the command with one line and an exit code.

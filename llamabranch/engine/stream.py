@@ -48,7 +48,7 @@ class RequestStream:
         self._core = core
         self._seed = seed
         self._reports_tokens = reports_tokens
-        self._failure: Exception | None = None  # what reading raised
+        self._failure: Exception | None = None  # the error that reading raised
         self._expected: set[str] = set()  # ids of the requests in a list that are not read yet
         self._aborted: set[str] = set()  # ids that were aborted before their request was read
         self.order: dict[str, int] = {}
@@ -78,7 +78,7 @@ class RequestStream:
         Raises:
             DecodeInterruptedError: a decode was interrupted. The requests read so far end with
                 "cancelled"; their last events come before the exception.
-            Exception: reading the requests failed. Those read before it end first.
+            Exception: reading the requests failed. Requests read before that are finished first.
         """
         core = self._core
         ahead = max(2, core.ctx.n_seq_max)  # read on while fewer requests than this wait

@@ -88,7 +88,7 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Perplexity(Chunked):
-    """The perplexity of a text, or of the part that is done.
+    """The perplexity of a text, or of the part measured so far.
 
     ``rows`` has -log p of each token, nats.
     """

@@ -17,8 +17,8 @@ WARM_UP_PLAIN = 3  # plain steps before the first draft
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials of a drafter that is off
 _WARM_UP, _WARM_UP_K = 4, 2  # first drafts of a drafter, and the tokens of each
 _MARGIN = 1.03  # the least speedup of drafts
-_SLOWEST = 1.2  # the largest time of a draft step, in plain steps: such drafts never pay
-_SUDDEN = 2.0  # a time that is shorter by this factor shows that the earlier ones say nothing
+_SLOWEST = 1.2  # plain steps; a draft step that takes longer never pays
+_SUDDEN = 2.0  # if a time is shorter by this factor, the earlier ones are out of date
 _REFRESH = 64  # rounds after which a plain step is measured again
 _CHEAP = 0.01  # share of a plain step: a draft step that takes less costs next to nothing
 _EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # edges of the entropy buckets, nats
@@ -61,7 +61,7 @@ class _Record:
         self.forget_times()
 
     def forget_times(self) -> None:
-        """Forget everything but which tokens were accepted."""
+        """Forget everything except which tokens were accepted."""
         self.step = self.verify = 0.0  # time of drafting a token, and of one more in a decode
         self.speed = _Speed()  # of its rounds
         self.n_drafts = self.longest = 0  # rounds, and the most tokens of one draft
@@ -89,7 +89,7 @@ class _Record:
         entropies = [entropy for draft in drafts for entropy in draft.entropies]
         n_steps = max(1, n_drafted, sum(not math.isnan(entropy) for entropy in entropies))
         step = min(sum(draft.seconds for draft in drafts) / n_steps / plain_s, _SLOWEST)
-        if step < self.step / _SUDDEN:  # its first drafts were slow, as while weights are loaded
+        if step < self.step / _SUDDEN:  # the first ones were slow: weights were being loaded
             self.forget_times()
         self.n_drafts += 1
         self.longest = max(self.longest, *(len(draft.tokens) for draft in drafts), 0)
@@ -129,7 +129,7 @@ class _Learned:
         plain_s = self.plain_s.get(nearest, seconds)
         if is_plain:
             plain_s = plain_s if n == nearest else seconds
-            if seconds < plain_s / _SUDDEN:  # the times of drafts are multiples of a wrong one
+            if seconds < plain_s / _SUDDEN:  # times of drafts were relative to a wrong one
                 plain_s, self.speed = seconds, _Speed()
                 for record in self.records.values():
                     record.forget_times()
@@ -195,8 +195,9 @@ class AutoLength(DraftLength):
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # It first reads the tokens that it missed, each in a fifth of a step. That may take four plain
-        # steps, and then 2 % of the time: its times may be wrong, or it may suit the text now.
+        # The drafter first reads the tokens that it missed, each in a fifth of its step. Up to four plain
+        # steps for this are free; above that it may take 2 % of the time. A trial is worth it because
+        # the measured times may be wrong, or the drafter may suit the text now.
         return record.waited >= max(record.pause, 50 * (self._n_behind * record.step / 5 - 4.0))
 
     def pays(self, n_drafted: int, entropy: float) -> bool:

@@ -1,4 +1,4 @@
-"""``user/repo[:tag]``, as llama.cpp's users type it, and the files of the repository that this means.
+"""Parse ``user/repo[:tag]``, llama.cpp's notation, and choose the files of the repository.
 
 The choice is llama.cpp's, but a tag must match as a whole. In llama.cpp ``:F16`` also finds BF16, and
 ``:Q4_0`` finds IQ4_0.

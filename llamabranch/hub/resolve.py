@@ -128,7 +128,7 @@ def _missing(name: str, entry: CatalogueEntry | None) -> ConfigError:
 
 
 def _unknown(text: str, path: Path) -> ConfigError:
-    """Return the error for what is neither a file nor a name."""
+    """Return the error for a text that is neither a file nor the name of a model."""
     is_folder = bool(text) and os.path.isdir(path)
     if is_folder or path.suffix == ".gguf" or os.sep in text:
         why = f"{text} is a folder, not a GGUF file" if is_folder else f"there is no file {text}"

@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 Number = float | None
-Piece = str | list[int] | dict[str, str]  # text; bytes that are no text; a control token's name
+Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
 _GENERATED = frozenset("sfdbc")
@@ -403,7 +403,7 @@ class Document:
         return {"undo": len(self.done), "redo": len(self.undone)}
 
     def node_fields(self, node: Node) -> dict[str, object]:
-        """Return everything about a node but its tokens.
+        """Return everything about a node except its tokens.
 
         ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` the means of its own tokens.
         """

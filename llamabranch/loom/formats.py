@@ -197,7 +197,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _chunks(prompt: object) -> list[Mapping[str, str]] | None:
-    """Return the parts of the text of mikupad's session; None if it is no such text."""
+    """Return the parts of the text of mikupad's session; None if it is something else."""
     if isinstance(prompt, str):  # in a session's file each value is a string that contains JSON
         with suppress(ValueError, RecursionError):
             prompt = json.loads(prompt)

@@ -178,7 +178,7 @@ class Loom(Live):
         return node
 
     def check_count(self, n: int) -> None:
-        """Raise HttpError if one request may not ask for so many texts."""
+        """Raise HttpError if this is more texts than one request may ask for."""
         most = self.service.settings.max_choices
         if n > most:
             raise HttpError(400, f"n must be 1 to {most}", param="n")

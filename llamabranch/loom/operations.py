@@ -148,7 +148,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     def written() -> Written:
         tools = root.tools or do.tools
         if do.node is None:
-            record.variables = loom.service.dates()  # a conversation keeps that of its beginning
+            record.variables = loom.service.dates()  # a conversation keeps its first date
         messages = messages_of(document, model, node, turns)
         if do.node is None and do.system:
             messages.append({"role": "system", "content": do.system})

@@ -25,7 +25,7 @@ def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> s
     """Return the SHA-256 (hex) of a model's file; for several parts, that of their SHA-256s in order.
 
     Args:
-        loaded: the ``state_of`` each, when they were loaded.
+        loaded: the ``state_of`` each file when it was loaded.
 
     Raises:
         UsageError: a file is no longer the one that was loaded.

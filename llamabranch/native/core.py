@@ -58,7 +58,7 @@ class _Sampler(ctypes.Structure):
 
 
 class _Choice(RowMeasure):
-    _fields_ = (  # type: ignore[assignment]  # those of RowMeasure come first
+    _fields_ = (  # type: ignore[assignment]  # RowMeasure's fields come first
         ("logprob", ctypes.c_double),
         ("token", ctypes.c_int32),
         ("n", ctypes.c_int32),

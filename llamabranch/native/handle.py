@@ -80,7 +80,7 @@ class Handle:
         self.name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._alive = alive = [True]  # empty once freed; no function: every call checks it
+        self._alive = alive = [True]  # emptied when freed; a list is quick to check
         self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parents)
         for parent in parents:
             parent._children.add(self)

@@ -294,7 +294,7 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
 
 
 def _written(write: Callable[[Any, int], int], room: int) -> bytes:
-    """Return what ``write`` writes into a buffer of ``room`` bytes, or of -n if it returns such an n."""
+    """Return what ``write`` writes into a buffer of ``room`` bytes; if it returns -n, of n bytes."""
     while True:
         buffer = ctypes.create_string_buffer(room)
         n = write(buffer, room)

@@ -50,7 +50,7 @@ _SAME = {
     name: kind
     for name, kind in get_type_hints(SamplingSettings).items()
     if name not in ("logit_bias", "logprobs", "logits_processor")
-} | {"seed": object}  # `SamplingParams` says best what a seed is
+} | {"seed": object}  # `SamplingParams` checks the seed
 if TYPE_CHECKING:
     _Named = Struct
 else:
@@ -81,8 +81,8 @@ class SamplingFields(_Named, kw_only=True):
         """Return the settings.
 
         Args:
-            base: has the settings that are left out.
-            model: reads the texts in ``logit_bias``; None = only token ids are possible.
+            base: the values of settings that are left out.
+            model: reads the texts in ``logit_bias``; None = only token ids are allowed.
 
         Raises:
             ConfigError, TokenizeError: a value is out of range, or a setting is not supported.
@@ -192,7 +192,7 @@ class TextFields(SamplingFields, kw_only=True):
         max_tokens: int | None,
         top_logprobs: int | None,
     ) -> RequestFields:
-        """Return the arguments of a request, but prompt and grammar.
+        """Return the arguments of a request, except prompt and grammar.
 
         Args:
             base, model: see ``sampling``.
@@ -214,7 +214,7 @@ class TextFields(SamplingFields, kw_only=True):
         }
 
     def text_grammar(self) -> Grammar | None:
-        """Return the grammar of the text, or None. Compiling it can take long.
+        """Return the grammar of the text, or None. Compiling it can take a long time.
 
         Raises:
             GrammarError, ConfigError: it is invalid, or there is more than one. The message begins

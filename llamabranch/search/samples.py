@@ -30,7 +30,7 @@ def logprobs(job: Job) -> list[float]:
 
 
 def hypothesis(job: Job, score: float) -> Hypothesis:
-    """Return a text that has ended as a result."""
+    """Return a finished text as a result."""
     output = job.output
     return Hypothesis(
         list(output.tokens), output.text, math.fsum(logprobs(job)), score, str(output.finish_reason)

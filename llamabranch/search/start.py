@@ -1,4 +1,4 @@
-"""Shared by all searches: their arguments, checked."""
+"""Checks of the arguments that all searches share."""
 
 from __future__ import annotations
 

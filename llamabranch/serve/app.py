@@ -78,7 +78,7 @@ def application(
         service = service_of()
         if service is None:
             raise HttpError(503, "the model is being loaded")
-        await request.body()  # what comes after it is that the client has gone
+        await request.body()  # the next message says that the client has gone
         answer = asyncio.ensure_future(handler(request, service))
         gone = asyncio.ensure_future(request.receive())
         try:

@@ -1,4 +1,4 @@
-"""The limits of a request, as middleware: access, its body, its client's patience, the form of errors."""
+"""Middleware that limits requests: access, size of the body, slow clients. It also formats errors."""
 
 from __future__ import annotations
 

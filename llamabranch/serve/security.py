@@ -69,7 +69,7 @@ class Guard:
         try:
             name = urlsplit(f"//{host}").hostname or ""
             return not self._hosts.isdisjoint(("*", name)) or bool(ip_address(name))
-        except ValueError:  # it is no address
+        except ValueError:  # it is not an address
             return False
 
 

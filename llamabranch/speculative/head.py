@@ -245,7 +245,7 @@ class HeadDrafter(RunDrafter[HeadState]):
                 state.limit = min(state.limit, self.n_layers)
             try:
                 state.read_target(min(self.n_layers, state.limit))
-            except CapacityError:  # the other texts have drafts all the same
+            except CapacityError:  # the other texts still get drafts
                 state.end_draft("capacity")
 
     def end(self, states: Sequence[HeadState]) -> None:

@@ -296,7 +296,7 @@ class Gbnf:
         greedily. Forced text may be split into any tokens, as in llama.cpp.
 
         Args:
-            model: has the tokens that the grammar names; None = any one takes the place of each.
+            model: has the tokens that the grammar names; None = an arbitrary token stands for each.
 
         Raises:
             GrammarError: the vocabulary lacks such a token, or it ends every text.

@@ -242,7 +242,7 @@ def _check_lark(source: str) -> None:
 
 
 def _lark_depth(source: str) -> int:
-    """Return how many groups and rules of a Lark grammar are inside one another, at most."""
+    """Return how deeply the groups and rules of a Lark grammar are nested."""
     heads = list(_RULE.finditer(source))
     ends = [*(head.start() for head in heads), len(source)][1:]
     bodies = {str(h[1]): source[h.end() : end] for h, end in zip(heads, ends, strict=True)}

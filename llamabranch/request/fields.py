@@ -31,6 +31,7 @@ _IGNORED = {
     "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
 _Limit = Annotated[int, Meta(ge=-2)]  # of tokens; -1 and -2 mean no limit
+_Number = Annotated[int, Meta(ge=0)]
 _Token = Annotated[int, Meta(ge=0, lt=2**31)]  # C's int
 
 # Unsupported fields that would change a text, and what to use instead.
@@ -147,14 +148,12 @@ class ResponseFormat(Struct, kw_only=True):
 class RequestFields(TypedDict):
     """Arguments of `Request`, and options of ``complete``."""
 
-    max_tokens: int | None
     min_tokens: int
     sampling: SamplingParams | None
     stop: Sequence[str]
     stop_tokens: Sequence[int]
     n: int
     priority: int
-    top_logprobs: int | None
 
 
 class TextFields(SamplingFields, kw_only=True):
@@ -185,32 +184,20 @@ class TextFields(SamplingFields, kw_only=True):
         first = next((limit for limit in (*limits, *otherwise) if limit is not None), -1)
         return None if first < 0 else first
 
-    def arguments(
-        self,
-        base: SamplingParams,
-        model: Model | None,
-        max_tokens: int | None,
-        top_logprobs: int | None,
-    ) -> RequestFields:
-        """Return the arguments of a request, except prompt and grammar.
-
-        Args:
-            base, model: see ``sampling``.
-            max_tokens, top_logprobs: see `Request`.
+    def arguments(self, base: SamplingParams, model: Model | None = None) -> RequestFields:
+        """Return arguments of a request; ``base`` and ``model``: see ``sampling``.
 
         Raises:
             ConfigError, TokenizeError: a value is out of range, or a setting is not supported.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
-            "max_tokens": max_tokens,
             "min_tokens": self.min_tokens or 0,
             "sampling": self.sampling(base, model),
             "stop": [text for text in stop if text],
             "stop_tokens": self.stop_tokens or (),
             "n": self.n or 1,
             "priority": self.priority or 0,
-            "top_logprobs": top_logprobs,
         }
 
     def text_grammar(self) -> Grammar | None:
@@ -244,6 +231,8 @@ _compiled = lru_cache(maxsize=64)(Grammar)
 class LineFields(TextFields, kw_only=True, forbid_unknown_fields=True):
     """The fields of a line of a file, or of a row of a table; see `Request.from_json`."""
 
+    max_tokens: _Number | None = None  # a request cannot say "no limit"
+    max_completion_tokens: _Number | None = None
     prompt: str | list[_Token] | None = None
     messages: list[dict[str, object]] | None = None
     id: str | int | None = None

@@ -216,12 +216,14 @@ class Request:
         """
         line = line_of(data)
         base = SamplingParams() if sampling is None else sampling
-        fields = line.arguments(base, None, line.limit(), line.n_alternatives())
+        fields = line.arguments(base)
         if sampling is None and fields["sampling"] == base:
             fields["sampling"] = None  # the engine's
         return cls(
             line.asked(),
             line.name(name),
+            max_tokens=line.limit(),
+            top_logprobs=line.n_alternatives(),
             grammar=line.text_grammar(),
             prompt_logprobs=line.prompt_logprobs,
             parse_special=line.parse_special is not False,

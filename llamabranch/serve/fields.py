@@ -49,8 +49,10 @@ class HttpFields(TextFields, kw_only=True):
             LlamaBranchError: a value is out of range, or the grammar is invalid.
         """
         base = service.settings.sampling.replace(logprobs=top_logprobs is not None)
-        fields = self.arguments(base, service.model, max_tokens, top_logprobs)
-        return cast(TextOptions, {**fields, "grammar": await to_thread(self.text_grammar)})
+        fields = self.arguments(base, service.model)
+        options = {"max_tokens": max_tokens, "top_logprobs": top_logprobs}
+        grammar = await to_thread(self.text_grammar)
+        return cast(TextOptions, {**fields, **options, "grammar": grammar})
 
 
 async def planned(service: Service, plan: Callable[[], Completion], param: str) -> Completion:

@@ -97,6 +97,8 @@ def test_a_line_of_a_file_has_the_same_names(server: Serving, name: str) -> None
     based = lb.Request.from_json({"prompt": "a"}, "0", lb.SamplingParams(top_k=3))
     assert based.sampling == lb.SamplingParams(top_k=3)
     assert lb.Request.from_json({"prompt": "a"}, "0").sampling is None  # the engine's
+    with pytest.raises(lb.ConfigError, match="max_tokens"):  # it would be the engine's limit
+        lb.Request.from_json({"prompt": "a", "max_tokens": -1}, "0")
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -336,10 +336,10 @@ class AsyncEngine:
         with self._wake:
             self._has_news = False
             while self._resumed:
-                engine.core.scheduler.resume(self._resumed.popleft())
+                engine.client.resume(self._resumed.popleft())
             ends = self._ends
             if ends == "abort":
-                engine.core.abort_all()
+                engine.client.abort_all()
         failure: BaseException | None = None
         events: list[Event] = []
         if engine.has_unfinished():
@@ -371,7 +371,7 @@ class AsyncEngine:
                     continue
                 if reader.send(its) and self._ends is None:
                     for each in reader.names:
-                        self.engine.core.scheduler.pause(each)
+                        self.engine.client.pause(each)
                 if not reader.n_running:
                     for each in reader.names:
                         del self._readers[each]
@@ -392,7 +392,7 @@ class AsyncEngine:
     def _must_wait(self) -> bool:
         """Return whether the thread has nothing to do. The caller must hold ``_wake``."""
         engine = self.engine
-        idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
+        idle = engine.client.is_stalled if engine.has_unfinished() else self._ends is None
         return idle and not self._has_news
 
 

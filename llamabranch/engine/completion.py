@@ -28,8 +28,8 @@ from ..model.thoughts import (
 from ..model.tools import Tool, Tools, begun_answer, conversation
 from ..request.request import EngineStats, Event, Request, Result
 from ..request.turns import TurnPieces, shown_pieces, written_piece
-from ..run.core import EngineCore
-from ..run.loop import Loop
+from ..run.client import Client
+from ..run.drafting import Drafting
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
@@ -460,9 +460,9 @@ def run(
             if structured not in drafters:
                 drafters[structured] = auto_drafter(ctx, structured=structured)
             drafter = drafters[structured]
-    loop = Loop(ctx, drafter, batched=True)
-    core = EngineCore(loop, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
-    running = RequestStream(core, plan.requests, random_seed(), reports_tokens=stream)
+    drafting = Drafting(ctx, drafter, batched=True)
+    client = Client(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
+    running = RequestStream(client, plan.requests, random_seed(), reports_tokens=stream)
     events = plan.events(running.events())
     if stream:
         return events

@@ -9,7 +9,7 @@ from ..errors import ConfigError, DecodeInterruptedError, LlamaBranchError
 from ..generation.drafter import SpeculativeStats
 from ..model import is_chat
 from ..request.request import AnyRequest, Event, Request, Requests, Result, as_request, identity
-from ..run.core import EngineCore
+from ..run.client import Client
 
 __all__ = ["RequestStream"]
 
@@ -20,7 +20,7 @@ class RequestStream:
     Any thread may call ``abort``.
 
     Args:
-        core: runs them; it must have no other requests.
+        client: asks for them; it must have no other requests.
         requests: requests or prompts, or a single one. The requests in a list are checked at once,
             and begin in the order of their priorities.
         seed: the seeds of the texts are derived from it, unless a request has one.
@@ -34,7 +34,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, core: EngineCore, requests: Requests, seed: int, *, reports_tokens: bool = True
+        self, client: Client, requests: Requests, seed: int, *, reports_tokens: bool = True
     ) -> None:
         if isinstance(requests, (str, Request)) or is_chat(requests):
             requests = [requests]
@@ -45,7 +45,7 @@ class RequestStream:
                 hint="pass text, a conversation, a Request, or a list of these; decode bytes first",
             )
         given = cast(Iterable[AnyRequest], requests)
-        self._core = core
+        self._client = client
         self._seed = seed
         self._reports_tokens = reports_tokens
         self._failure: Exception | None = None  # the error that reading raised
@@ -64,10 +64,10 @@ class RequestStream:
         self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
 
     def abort(self, name: str) -> None:
-        """End a request as `EngineCore.abort` does. The request may be one that is not read yet."""
+        """End a request as `Client.abort` does. The request may be one that is not read yet."""
         if name in self._expected:
             self._aborted.add(name)
-        self._core.abort(name)
+        self._client.abort(name)
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of all steps, until all requests have been read and have ended.
@@ -80,33 +80,33 @@ class RequestStream:
                 "cancelled"; their last events come before the exception.
             Exception: reading the requests failed. Requests read before that are finished first.
         """
-        core = self._core
-        ahead = max(2, core.ctx.n_seq_max)  # read on while fewer requests than this wait
+        client = self._client
+        ahead = max(2, client.drafting.ctx.n_seq_max)  # read on while fewer requests than this wait
         more = True
         try:
             while True:
-                while more and core.n_ahead < ahead:
+                while more and client.n_ahead < ahead:
                     more = self._read_next()
-                if not core.has_unfinished:
+                if not client.has_unfinished:
                     if self._failure is not None:
                         raise self._failure
                     return
                 try:
-                    events = core.step()
+                    events = client.step()
                 except DecodeInterruptedError:
-                    core.abort_all()
-                    yield from core.drain()
+                    client.abort_all()
+                    yield from client.drain()
                     raise
                 yield from events
         finally:
-            core.close()
+            client.close()
 
     def _read_next(self) -> bool:
         """Add the next request; return False if no request is left, or reading failed.
 
         An invalid request gets a result with its error.
         """
-        core, request, name = self._core, Request(""), ""
+        client, request, name = self._client, Request(""), ""
         try:
             number, given = next(self._numbered)
         except StopIteration:
@@ -117,19 +117,19 @@ class RequestStream:
         try:
             name = identity(given, number)
             request = as_request(given)
-            if name in core:
+            if name in client.jobs:
                 raise ConfigError(f"two unfinished requests have the id {name!r}")
-            core.add(request, name, self._seed, reports_tokens=self._reports_tokens)
+            client.add(request, name, self._seed, reports_tokens=self._reports_tokens)
         except LlamaBranchError as error:
             name = name or str(number)
             seed = 0 if request.sampling is None else max(0, request.sampling.seed or 0)
             for i in range(request.n):
                 stats = SpeculativeStats()
                 result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
-                core.refuse(Event(name, i, result=result))
+                client.refuse(Event(name, i, result=result))
         else:
             if name in self._aborted:
-                core.abort(name)
+                client.abort(name)
         self.order.setdefault(name, number)
-        self._expected.discard(name)  # from now on ``core.abort`` finds the id
+        self._expected.discard(name)  # from now on ``abort`` finds the id
         return True

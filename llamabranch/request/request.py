@@ -248,6 +248,7 @@ class Result(Generic[T]):
         n_thought_tokens: how many of ``tokens`` come before the answer: the thought, its tags, and text
             that was written to end it.
         emitted: the tokens with their text, log-probability and other numbers.
+        end: the EOG token that ended it; None if something else did.
         num_prompt_tokens: the number of tokens of the prompt.
         num_cached_tokens: how many of them were already in the cache when the text was first
             admitted, and were not processed again.
@@ -282,6 +283,7 @@ class Result(Generic[T]):
     stop_reason: str | int | None = field(default=None, compare=False)
     error: LlamaBranchError | None = None
     emitted: Sequence[Produced] = field(default=(), compare=False)
+    end: Produced | None = field(default=None, repr=False, compare=False)
     queued_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

@@ -22,17 +22,11 @@ from ..errors import (
 )
 from ..hub import resolve
 from ..model import Model
-from ..request.request import (
-    AnyRequest,
-    EngineStats,
-    Event,
-    Requests,
-    Result,
-    as_request,
-    identity,
-)
+from ..request.request import AnyRequest, Requests, as_request, identity
+from ..request.result import EngineStats, Event, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
+from ..run.job import Job
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
@@ -128,9 +122,10 @@ class Engine:
             failing.pop_all()
         self.drafter, self.config = self._drafting.drafter, self._drafting.config
         self.stats = EngineStats()
-        self.client = self._new_client()
+        self.client = self.new_client()
         weakref.finalize(self, self.client.close).atexit = False
         self._adding = threading.Lock()
+        self._n_added = 0
         self._is_closed = False
         # Every call of ``stream`` asks for itself, with its own ids. A stream that is
         # garbage-collected removes itself from the list; these list operations are atomic, so
@@ -154,7 +149,8 @@ class Engine:
         n, self._n_seeds = self._n_seeds, self._n_seeds + 1
         return self._seed if self._repeats or not n else derive_seed(self._seed, n)
 
-    def _new_client(self) -> Client:
+    def new_client(self) -> Client:
+        """Return a caller with the settings of the engine, for requests of its own."""
         return Client(
             self._drafting, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
             max_tokens=self._max_tokens,
@@ -183,21 +179,59 @@ class Engine:
             QueueFullError: ``max_waiting`` requests are already waiting.
             ClosedError: the engine is closed.
         """
+        job = self.prepare(request, reports_tokens=reports_tokens)
+        self.queue(job)
+        return job.name
+
+    def submit(self, request: AnyRequest) -> Job:
+        """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
+
+        Each step of anybody on the context continues them. The id is unique in the job only.
+
+        Raises:
+            ConfigError, TokenizeError: the request is invalid. ClosedError: the engine is closed.
+        """
+        self._check_open()
+        client, name = self.new_client(), identity(request, 0)
+        job = Job(as_request(request), name, client, self._draw_seed())
+        client.queue(job, begins=True)
+        return job
+
+    def prepare(self, request: AnyRequest | Job, *, reports_tokens: bool = True) -> Job:
+        """Return a request with its tokens, checked, for ``queue``; a job stays as it is.
+
+        Raises:
+            LlamaBranchError: as ``add_request``.
+        """
+        if isinstance(request, Job):
+            return request
         with self._adding:
-            self._check_open()
-            name = identity(request, self.client.n_added)
-            if name in self.client.jobs:
-                raise ConfigError(f"a request with the id {name!r} is unfinished")
-            most = self._max_waiting
-            if most is not None and (n_waiting := self.client.n_waiting) >= most:
-                raise QueueFullError(
-                    f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
-                    hint="add it again after some steps, or raise max_waiting",
-                )
-            self.client.add(
-                as_request(request), name, self._draw_seed(), reports_tokens=reports_tokens
+            name = identity(request, self._n_added)
+            self._check_addable(name)
+            seed = self._draw_seed()
+            job = Job(as_request(request), name, self.client, seed, reports_tokens=reports_tokens)
+            self._n_added += 1
+            return job
+
+    def queue(self, *jobs: Job) -> None:
+        """Queue prepared requests, all or none. Raise as ``add_request`` does."""
+        with self._adding:
+            for more, job in enumerate(jobs):
+                self._check_addable(job.name, more)
+            for job in jobs:
+                self.client.queue(job)
+
+    def _check_addable(self, name: str, more: int = 0) -> None:
+        """Raise unless a request of this id may be queued, with ``more`` before it."""
+        self._check_open()
+        if name in self.client.jobs:
+            raise ConfigError(f"a request with the id {name!r} is unfinished")
+        n_waiting, most = self.client.n_waiting + more, self._max_waiting
+        if most is not None and n_waiting >= most:
+            raise QueueFullError(
+                f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
+                hint="add it again after some steps, or raise max_waiting",
             )
-            return name
 
     def step(self) -> list[Event]:
         """Run one step for the added requests; return its events.
@@ -315,7 +349,7 @@ class Engine:
     def _stream(self, requests: Requests, *, reports_tokens: bool = True) -> RequestStream:
         self._check_open()
         stream = RequestStream(
-            self._new_client(), requests, self._draw_seed(), reports_tokens=reports_tokens
+            self.new_client(), requests, self._draw_seed(), reports_tokens=reports_tokens
         )
         self._streams.append(weakref.ref(stream, self._streams.remove))
         return stream

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from ..errors import ConfigError, DecodeInterruptedError, LlamaBranchError
+from ..errors import ConfigError, LlamaBranchError
 from ..generation.drafter import SpeculativeStats
 from ..model import is_chat
-from ..request.request import AnyRequest, Event, Request, Requests, Result, as_request, identity
+from ..request.request import AnyRequest, Request, Requests, as_request, identity
+from ..request.result import Event, Result
 from ..run.client import Client
+from ..run.job import Job
 
 __all__ = ["RequestStream"]
 
@@ -80,26 +82,9 @@ class RequestStream:
                 "cancelled"; their last events come before the exception.
             Exception: reading the requests failed. Requests read before that are finished first.
         """
-        client = self._client
-        ahead = max(2, client.drafting.ctx.n_seq_max)  # read on while fewer requests than this wait
-        more = True
-        try:
-            while True:
-                while more and client.n_ahead < ahead:
-                    more = self._read_next()
-                if not client.has_unfinished:
-                    if self._failure is not None:
-                        raise self._failure
-                    return
-                try:
-                    events = client.step()
-                except DecodeInterruptedError:
-                    client.abort_all()
-                    yield from client.drain()
-                    raise
-                yield from events
-        finally:
-            client.close()
+        yield from self._client.run(self._read_next)
+        if self._failure is not None:
+            raise self._failure
 
     def _read_next(self) -> bool:
         """Add the next request; return False if no request is left, or reading failed.
@@ -119,7 +104,8 @@ class RequestStream:
             request = as_request(given)
             if name in client.jobs:
                 raise ConfigError(f"two unfinished requests have the id {name!r}")
-            client.add(request, name, self._seed, reports_tokens=self._reports_tokens)
+            reports = self._reports_tokens
+            client.queue(Job(request, name, client, self._seed, reports_tokens=reports))
         except LlamaBranchError as error:
             name = name or str(number)
             seed = 0 if request.sampling is None else max(0, request.sampling.seed or 0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Generator
 from contextlib import suppress
 
 from ..errors import DecodeInterruptedError
-from ..generation.draft_states import Beginning
 from ..native import forkable_lock
-from ..request.request import EngineStats, Event, Request
+from ..request.result import EngineStats, Event
 from ..sampling import SamplingParams
 from .core import Core, core_of
 from .drafting import Drafting
@@ -20,7 +20,7 @@ __all__ = ["Client"]
 class Client(Caller):
     """Asks for texts of a context, and takes their events.
 
-    Any thread may call ``add``, ``abort``, ``pause`` and ``resume``. All other methods may be used by
+    Any thread may call ``queue``, ``abort``, ``pause`` and ``resume``. All other methods may be used by
     one thread at a time. The texts begin with the next ``step``. From then on they run in the steps
     of all callers.
 
@@ -28,7 +28,6 @@ class Client(Caller):
         drafting, stats, parallel, wait_s, sampling, max_tokens: as for `Caller`.
 
     Attributes:
-        n_added: how many requests were added.
         jobs: the requests that have a result which was not taken yet, by their ids.
     """
 
@@ -45,7 +44,6 @@ class Client(Caller):
         super().__init__(
             drafting, stats, parallel, wait_s, sampling=sampling, max_tokens=max_tokens
         )
-        self.n_added = 0
         self.jobs: dict[str, Job] = {}
         self._core: Core | None = None  # runs the jobs; None before the first step
         self._unsent: deque[tuple[str, Job]] = deque()  # what it will tell the core
@@ -53,24 +51,14 @@ class Client(Caller):
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        request: Request,
-        name: str,
-        seed: int,
-        *,
-        reports_tokens: bool = True,
-        beginning: Beginning | None = None,
-    ) -> Job:
-        """Ask for the texts of a request; for the arguments see `Job`.
+    def queue(self, job: Job, *, begins: bool = False) -> None:
+        """Ask for the texts of a job of this caller.
 
-        Raises:
-            ConfigError, TokenizeError: the prompt or the stop strings are invalid. Nothing is queued.
+        They begin with its next ``step``; with ``begins``, with the next step of anybody.
         """
-        job = Job(request, name, self, seed, reports_tokens=reports_tokens, beginning=beginning)
-        self.n_added += 1
         self._send("add", job)
-        return job
+        if begins:
+            self._bound()
 
     def refuse(self, event: Event) -> None:
         """Report, with the events of the next step, that a request could not be queued."""
@@ -147,23 +135,53 @@ class Client(Caller):
         if not self.events and self.failure is None:
             self._bound().advance(self)
         if not self.events and self.failure is not None:
-            failure, self.failure = self.failure, None
-            for job in list(self.jobs.values()):
-                self._send("resume", job)
-            raise failure
+            for rested in list(self.jobs.values()):
+                self._send("resume", rested)
+            self._raise_failure()
         events: list[Event] = []
         try:  # if anything is raised here, the events are kept for the next step
             while self.events:
                 events.append(self.events.popleft())
+            told: list[Event] = []
             for event in events:
-                if event.result is not None and (job := self.jobs.get(event.id)) is not None:
-                    job.taken.add(event.sample)
-                    if len(job.taken) == job.request.n:
-                        self._forget(job)
-            return events
+                if (job := self.jobs.get(event.id)) is None:
+                    told.append(event)
+                    continue
+                told += job.read(event)
+                if len(job.taken) == job.request.n:
+                    self._forget(job)
+            return told
         except BaseException:
             self.events.extendleft(reversed(events))
             raise
+
+    def run(self, read_next: Callable[[], bool] = lambda: False) -> Generator[Event, None, None]:
+        """Yield the events of all steps, until all requests have ended. Then all sequences are free.
+
+        Args:
+            read_next: asks for the next request; returns False if there is none. It is called while
+                fewer requests wait than can run.
+
+        Raises:
+            DecodeInterruptedError: a decode was interrupted. The requests end with "cancelled"; their
+                last events come before the exception.
+        """
+        most, more = max(2, self.drafting.ctx.n_seq_max), True
+        try:
+            while True:
+                while more and self.n_ahead < most:
+                    more = read_next()
+                if not self.has_unfinished:
+                    return
+                try:
+                    events = self.step()
+                except DecodeInterruptedError:
+                    self.abort_all()
+                    yield from self.drain()
+                    raise
+                yield from events
+        finally:
+            self.close()
 
     def _bound(self) -> Core:
         """Return the core that runs its jobs, and tell it what it does not know yet."""
@@ -226,6 +244,9 @@ class Client(Caller):
                 core.send("drop", job)
             core.tidy()
         self.events.clear()
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
             raise failure

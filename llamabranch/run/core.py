@@ -23,7 +23,7 @@ from ..errors import (
 from ..generation.output import Produced
 from ..native import forkable_lock, is_held
 from ..native.interrupts import HeldInterrupts
-from ..request.request import EngineStats
+from ..request.result import EngineStats
 from .drafting import Drafting
 from .job import Caller, Choice, Job, State, Told
 from .running import RunningText

@@ -6,14 +6,16 @@ The texts of a request continue its prompt, or a text that exists already, as in
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from itertools import count
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
@@ -24,10 +26,12 @@ from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..generation.thought import AnswerBuffer, ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
-from ..model import is_chat
-from ..model.thoughts import plan_thinking
+from ..model import TurnEvent
+from ..model.tools import begun_answer
 from ..request.openai import named_pieces
-from ..request.request import EngineStats, Event, Request, Result
+from ..request.request import Plan, Request
+from ..request.result import EngineStats, Event, Result
+from ..request.turns import TurnPieces, shown_pieces
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
@@ -50,7 +54,7 @@ class State(Enum):
     ENDED = "has its result"
 
 
-class Caller:
+class Caller(ABC):
     """Who asks for texts: one call, an engine, or a search.
 
     Attributes:
@@ -82,6 +86,14 @@ class Caller:
         self.n_decoded = 0
         self.failure: BaseException | None = None
 
+    @abstractmethod
+    def run(self) -> Generator[Event, None, None]:
+        """Yield the events of all its texts, until they have ended."""
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """End all its texts at the next step."""
+
 
 Told = tuple[Caller, Event]  # an event, and who gets it
 
@@ -109,6 +121,8 @@ class Job:
         samples: the numbers of the texts that have no choice yet.
         choices: the choices that have no result yet, by the numbers of their texts.
         taken: the numbers of the texts whose result its caller has taken.
+        tools: for messages: the functions that its texts may call.
+        grammar: what its texts follow; it also allows calls.
         is_aborted: whether its texts must end at the next step.
         is_paused: whether its texts are parked.
         thinking: how its texts begin with a thought; None = they do not.
@@ -135,15 +149,13 @@ class Job:
         self.arrival = perf_counter()
         self.ctx = ctx = caller.drafting.ctx
         self.model = model = ctx.model
-        if beginning is not None:
-            self.prompt = beginning.text.shown.copy()
+        if beginning is None:
+            plan = request.plan(model)
         else:
-            self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
+            plan = Plan(beginning.text.shown.copy(), None, None)
+        self.prompt, self.thinking, self.grammar, self.tools = plan
         self.samples = deque(range(request.n))
         self.taken: set[int] = set()
-        self.thinking = request.thinking
-        if self.thinking is None and is_chat(request.prompt):
-            self.prompt, self.thinking = plan_thinking(model, self.prompt)
         self.choices: dict[int, Choice] = {}
         self.is_aborted = self.is_paused = False
         params = request.sampling or caller.sampling
@@ -153,12 +165,64 @@ class Job:
         self.seed = params.drawn_seed(derive_seed(seed, seed_from_text(name)))
         self.max_tokens = caller.max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self.max_tokens, request.stop)  # raises for a bad stop string
-        model.check_tokens(request.stop_tokens)
+        self._pieces: dict[int, TurnPieces] = {}  # of the turns of its texts
+        self._results: list[Result] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether all its texts have ended."""
         return not (self.choices or self.samples)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the events of its caller: of this job, if it was submitted by itself."""
+        return self.caller.run()
+
+    @property
+    def results(self) -> list[Result]:
+        """All its texts, by their numbers. Waits until they have ended."""
+        for _ in self:
+            pass
+        return self._results
+
+    def cancel(self) -> None:
+        """End its texts at the next step; their results have the text so far."""
+        self.caller.abort_all()
+
+    def read(self, event: Event) -> list[Event]:
+        """Return an event as its caller gets it: the turns of a conversation are told in their parts.
+
+        Events with text that was held back may come before it.
+        """
+        number, result, told, shown = event.sample, event.result, list[TurnEvent](), event.emitted
+        pieces, held = self._turn_pieces(number), list[Produced]()
+        if pieces is not None and shown is not None:
+            told = pieces.feed_token(self.model, shown)
+            if pieces.reads_calls:
+                *held, shown = shown_pieces(shown, told)
+        if result is not None:
+            self.taken.add(number)
+            insort(self._results, result, key=lambda each: each.sample)
+            result.choices = self._results
+            if pieces is not None:
+                del self._pieces[number]
+                is_cut, turn = result.is_cut, result.separate_calls(self.model)
+                told = pieces.finish(turn, is_cut=is_cut)
+                held = shown_pieces(None, told) if pieces.reads_calls else []
+        if told or shown is not event.emitted:
+            event = replace(event, emitted=shown, turn=told)
+        return [*(Event(self.name, number, each) for each in held), event]
+
+    def _turn_pieces(self, number: int) -> TurnPieces | None:
+        """Return what reads the turn of a text; None for a text that is no answer."""
+        if self.tools is None:
+            return None
+        if number not in self._pieces:
+            messages, calls = self.request.prompt, self.tools.is_used
+            begun, salt = begun_answer(messages) if calls else "", str(len(messages))
+            self._pieces[number] = TurnPieces(
+                self.tools, salt, begun, eager=self.grammar is not None
+            )
+        return self._pieces[number]
 
     @property
     def is_waiting(self) -> bool:
@@ -271,7 +335,7 @@ class Choice:
         """Return an empty buffer for the answer. The tokens of the thought count for its limit."""
         request, thinking = self.request, self.job.thinking
         limits = self._n_left, request.stop, request.stop_tokens, request.min_tokens
-        if not self.thought or thinking is None or request.grammar or request.constraint:
+        if not self.thought or thinking is None or self.job.grammar or request.constraint:
             return OutputBuffer(*limits)
         return AnswerBuffer(self.job.model, thinking.start, *limits)
 
@@ -297,9 +361,9 @@ class Choice:
         return self.job.seed if self.shares_thought else self._seed
 
     @property
-    def grammar(self) -> Grammar | str | None:
-        """The grammar that it follows now: None in a thought, and otherwise the request's."""
-        return None if self.is_thinking else self.request.grammar
+    def grammar(self) -> Grammar | None:
+        """The grammar that it follows now; None in a thought."""
+        return None if self.is_thinking else self.job.grammar
 
     def new_sampler(self) -> Sampler:
         """Return a sampler with its settings and grammar that has accepted no token.
@@ -307,10 +371,7 @@ class Choice:
         Raises:
             GrammarError, ConfigError: the grammar or the settings are invalid.
         """
-        grammar = self.grammar
-        if isinstance(grammar, str):
-            grammar = Grammar(grammar)
-        return Sampler(self.job.model, self.sampling, grammar)
+        return Sampler(self.job.model, self.sampling, self.grammar)
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -588,7 +649,6 @@ class Choice:
             n_thought, text = len(tokens), ""
         self.stats.num_emitted_tokens = len(tokens)
         self.stats.count_constraint(self.constraint)
-        grammar = self.request.grammar
         n_unscored = max(1, min(self.request.logprobs_from, self.n_prompt))
         scores = [None] * n_unscored + self.scores[n_unscored:]
         logprobs = None if self.request.top_logprobs is None else emitted
@@ -619,7 +679,8 @@ class Choice:
             emitted=tuple(emitted),
             end=self.output.eog,
             exact=is_exact,
-            grammar=grammar if isinstance(grammar, Grammar) else None,
+            grammar=cast("Grammar | None", self.request.grammar),
+            tools=self.job.tools,
             model=self.job.model.name,
             pieces={} if logprobs is None else named_pieces(self.job.model, logprobs),
         )

@@ -10,7 +10,7 @@ from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..request.request import Result
+from ..request.result import Result
 from ..speculative import Drafter
 from .result import SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample

@@ -13,9 +13,11 @@ from functools import partial
 from ..branch import Branch
 from ..errors import CapacityError
 from ..native.interrupts import HeldInterrupts
-from ..request.request import EngineStats, Request, Result
+from ..request.request import Request
+from ..request.result import EngineStats, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
+from ..run.job import Job
 from ..speculative import Drafter, SpeculativeConfig
 from .result import Hypothesis, SearchStats
 
@@ -66,7 +68,7 @@ def sample(
     client = Client(drafting, counted, parallel, max_tokens=max_tokens)
     beginning = drafting.beginning(branch.sequence)
     request = Request("", n=n, stop=stop, sampling=branch.sampling.replace(seed=seed))
-    client.add(request, "", seed, reports_tokens=False, beginning=beginning)
+    client.queue(Job(request, "", client, seed, reports_tokens=False, beginning=beginning))
     texts: dict[int, Result] = {}
     # Each step holds interrupts. Around all of them this costs little: only the outermost block
     # changes the handler, which takes as long as other work of a step.

@@ -14,7 +14,7 @@ from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..request.request import Result
+from ..request.result import Result
 from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .result import Hypothesis, SearchResult, SearchStats

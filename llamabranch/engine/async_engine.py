@@ -139,14 +139,13 @@ class AsyncEngine:
         Raises:
             Exception: see ``generate``.
         """
-        prepare = partial(self.engine.prepare, reports_tokens=reports_tokens)
-        return self._steps(lambda: [*map(prepare, requests)])
+        return self._steps(requests, reports_tokens=reports_tokens)
 
     async def _steps(
-        self, prepare: Callable[[], Sequence[Job]]
+        self, requests: Sequence[AnyRequest | Job], *, reports_tokens: bool
     ) -> AsyncGenerator[list[Event], None]:
-        # Templates and long prompts take time, in which the event loop does other things.
-        jobs = await asyncio.to_thread(self._prepared, prepare)
+        self._check_open()
+        jobs = [self.engine.prepare(each, reports_tokens=reports_tokens) for each in requests]
         reader = _Reader(jobs, self._buffer)
         try:
             with self._wake:  # the reader must be registered before a step can end
@@ -171,10 +170,6 @@ class AsyncEngine:
     def _check_open(self) -> None:
         if self._ends is not None or self._is_over:
             raise ClosedError("the engine is closed")
-
-    def _prepared(self, prepare: Callable[[], Sequence[Job]]) -> Sequence[Job]:
-        self._check_open()
-        return prepare()
 
     # -- texts in one call -----------------------------------------------------------------------------
 
@@ -240,6 +235,7 @@ class AsyncEngine:
         call = Call(self.engine.target, prompt, self.engine.sampling, options, chats=chats)
         if call.drafter != "auto":
             raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
+        call.prepare(lambda _, request: self.engine.prepare(request))
         return call
 
     async def _answer(self, make: Callable[[], Call]) -> Result | list[Result]:
@@ -251,10 +247,9 @@ class AsyncEngine:
 
     async def _stream(self, call: Call) -> AsyncGenerator[Event, None]:
         """Yield the events of all prompts, as they come."""
-        prepare = partial(call.prepare, lambda _, request: self.engine.prepare(request))
-        async with aclosing(self._steps(prepare)) as steps:
+        numbers = {job.name: number for number, job in enumerate(call.jobs)}
+        async with aclosing(self.steps(*call.jobs)) as steps:
             async for events in steps:
-                numbers = {job.name: number for number, job in enumerate(call.jobs)}
                 for event in events:
                     number = numbers[event.id]
                     call.note(number, event)

@@ -15,7 +15,7 @@ from ..arguments import placed, plain_int
 from ..context import Context
 from ..context.context import text_context
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError
-from ..model import Message, is_chat
+from ..model import Message, chat_messages, is_chat
 from ..request.request import ChatOptions, Request, TextOptions
 from ..request.result import EngineStats, Event, Result
 from ..run.client import Client
@@ -23,6 +23,7 @@ from ..run.drafting import Drafting
 from ..run.job import Job
 from ..sampling import SamplingParams
 from ..sampling.noise import random_seed
+from ..sampling.params import check_names
 from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
 
@@ -35,6 +36,7 @@ Conversations = Sequence[Sequence[Message]]
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
 _MAX_TOKENS = 128  # for a call that sets no limit
+_ONLY_CHAT = ChatOptions.__annotations__.keys() - TextOptions.__annotations__.keys()
 T = TypeVar("T", default=object)  # the type of parsed values
 
 
@@ -82,6 +84,10 @@ class Call:
         self._ctx = text_context("ctx", ctx)
         prompts, self._is_list = _conversations(prompt) if chats else _prompts(prompt)
         given: dict[str, Any] = {"show_schema": True, **options} if chats else {**options}
+        if not chats:
+            check_names(
+                {name: 0 for name in given if name in _ONLY_CHAT}, ChatOptions.__annotations__
+            )
         self.drafter = cast(DrafterChoice, given.pop("drafter", "auto"))
         if "max_tokens" in given and given["max_tokens"] is None:
             given["max_tokens"] = ctx.n_ctx_seq
@@ -93,6 +99,7 @@ class Call:
         self.requests: list[Request] = []
         for index, each in enumerate(prompts):
             with placed(self._place(index, len(prompts))):
+                each = chat_messages(each) if chats else each
                 self.requests.append(common.of_prompt(each))
         self.jobs: list[Job] = []
         self.found: dict[int, Result] = {}

@@ -45,6 +45,7 @@ class Client(Caller):
             drafting, stats, parallel, wait_s, sampling=sampling, max_tokens=max_tokens
         )
         self.jobs: dict[str, Job] = {}
+        self._refused: list[Event] = []  # results of requests that are no jobs
         self._core: Core | None = None  # runs the jobs; None before the first step
         self._unsent: deque[tuple[str, Job]] = deque()  # what it will tell the core
         self._binding = forkable_lock()
@@ -62,7 +63,7 @@ class Client(Caller):
 
     def refuse(self, event: Event) -> None:
         """Report, with the events of the next step, that a request could not be queued."""
-        self.events.append(event)
+        self._refused.append(event)
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results have the text so far.
@@ -108,18 +109,18 @@ class Client(Caller):
     @property
     def n_ahead(self) -> int:
         """The number of waiting requests, plus the number of events that are not taken yet."""
-        return self.n_waiting + len(self.events)
+        return self.n_waiting + len(self.events) + len(self._refused)
 
     @property
     def has_unfinished(self) -> bool:
         """True if a request has no result yet, or an event was not taken."""
-        return bool(self.jobs or self.events or self.failure)
+        return bool(self.jobs or self.events or self.failure or self._refused)
 
     @property
     def is_stalled(self) -> bool:
         """True if nothing can continue until a paused request is resumed or another one is added."""
         jobs = list(self.jobs.values())
-        return not (self.events or self.failure) and all(
+        return not (self.events or self.failure or self._refused) and all(
             job.is_paused and not job.is_aborted for job in jobs
         )
 
@@ -132,9 +133,9 @@ class Client(Caller):
             DecodeError: the decode failed or was interrupted. The requests are as before the step,
                 and the next call continues them.
         """
-        if not self.events and self.failure is None:
+        if not (self.events or self._refused) and self.failure is None:
             self._bound().advance(self)
-        if not self.events and self.failure is not None:
+        if not (self.events or self._refused) and self.failure is not None:
             for rested in list(self.jobs.values()):
                 self._send("resume", rested)
             self._raise_failure()
@@ -142,14 +143,13 @@ class Client(Caller):
         try:  # if anything is raised here, the events are kept for the next step
             while self.events:
                 events.append(self.events.popleft())
-            told: list[Event] = []
+            told = [*self._refused]
             for event in events:
-                if (job := self.jobs.get(event.id)) is None:
-                    told.append(event)
-                    continue
+                job = self.jobs[event.id]
                 told += job.read(event)
                 if len(job.taken) == job.request.n:
                     self._forget(job)
+            self._refused.clear()
             return told
         except BaseException:
             self.events.extendleft(reversed(events))

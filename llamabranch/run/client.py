@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from ..errors import DecodeInterruptedError
 from ..native import forkable_lock
+from ..native.interrupts import HeldInterrupts
 from ..request.result import EngineStats, Event
 from ..sampling import SamplingParams
 from .core import Core, core_of
@@ -45,7 +46,7 @@ class Client(Caller):
             drafting, stats, parallel, wait_s, sampling=sampling, max_tokens=max_tokens
         )
         self.jobs: dict[str, Job] = {}
-        self._refused: list[Event] = []  # results of requests that are no jobs
+        self._told: list[Event] = []  # the next events that ``step`` returns
         self._core: Core | None = None  # runs the jobs; None before the first step
         self._unsent: deque[tuple[str, Job]] = deque()  # what it will tell the core
         self._binding = forkable_lock()
@@ -63,7 +64,7 @@ class Client(Caller):
 
     def refuse(self, event: Event) -> None:
         """Report, with the events of the next step, that a request could not be queued."""
-        self._refused.append(event)
+        self._told.append(event)
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results have the text so far.
@@ -109,18 +110,18 @@ class Client(Caller):
     @property
     def n_ahead(self) -> int:
         """The number of waiting requests, plus the number of events that are not taken yet."""
-        return self.n_waiting + len(self.events) + len(self._refused)
+        return self.n_waiting + len(self.events) + len(self._told)
 
     @property
     def has_unfinished(self) -> bool:
         """True if a request has no result yet, or an event was not taken."""
-        return bool(self.jobs or self.events or self.failure or self._refused)
+        return bool(self.jobs or self.events or self.failure or self._told)
 
     @property
     def is_stalled(self) -> bool:
         """True if nothing can continue until a paused request is resumed or another one is added."""
         jobs = list(self.jobs.values())
-        return not (self.events or self.failure or self._refused) and all(
+        return not (self.events or self.failure or self._told) and all(
             job.is_paused and not job.is_aborted for job in jobs
         )
 
@@ -133,26 +134,35 @@ class Client(Caller):
             DecodeError: the decode failed or was interrupted. The requests are as before the step,
                 and the next call continues them.
         """
-        if not (self.events or self._refused) and self.failure is None:
+        if not (self.events or self._told) and self.failure is None:
             self._bound().advance(self)
-        if not (self.events or self._refused) and self.failure is not None:
+        if not (self.events or self._told) and self.failure is not None:
             for rested in list(self.jobs.values()):
                 self._send("resume", rested)
             self._raise_failure()
-        events: list[Event] = []
-        try:  # if anything is raised here, the events are kept for the next step
+        with HeldInterrupts():
             while self.events:
-                events.append(self.events.popleft())
-            told = [*self._refused]
-            for event in events:
-                job = self.jobs[event.id]
-                told += job.read(event)
-                if len(job.taken) == job.request.n:
+                self._read(self.events[0])
+                self.events.popleft()
+            for event in self._told:
+                job = self.jobs.get(event.id)
+                if job is not None and len(job.taken) == job.request.n:
                     self._forget(job)
-            self._refused.clear()
+        told: list[Event] = []
+        try:  # if anything is raised here, the events are kept for the next step
+            told, self._told = self._told, []
             return told
         except BaseException:
-            self.events.extendleft(reversed(events))
+            self._told = told + self._told
+            raise
+
+    def _read(self, event: Event) -> None:
+        """Keep an event as ``step`` returns it, or nothing if anything is raised."""
+        n = len(self._told)
+        try:
+            self._told += self.jobs[event.id].read(event)
+        except BaseException:
+            del self._told[n:]
             raise
 
     def run(self, read_next: Callable[[], bool] = lambda: False) -> Generator[Event, None, None]:
@@ -217,7 +227,7 @@ class Client(Caller):
                     events += self.step()
             return events
         except BaseException:
-            self.events.extendleft(reversed(events))
+            self._told = events + self._told
             raise
 
     def check_free(self) -> None:
@@ -244,6 +254,7 @@ class Client(Caller):
                 core.send("drop", job)
             core.tidy()
         self.events.clear()
+        self._told.clear()
         self._raise_failure()
 
     def _raise_failure(self) -> None:

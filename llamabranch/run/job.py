@@ -200,11 +200,12 @@ class Job:
             if pieces.reads_calls:
                 *held, shown = shown_pieces(shown, told)
         if result is not None:
-            self.taken.add(number)
-            insort(self._results, result, key=lambda each: each.sample)
+            if number not in self.taken:
+                insort(self._results, result, key=lambda each: each.sample)
+                self.taken.add(number)
             result.choices = self._results
             if pieces is not None:
-                del self._pieces[number]
+                self._pieces.pop(number, None)
                 is_cut, turn = result.is_cut, result.separate_calls(self.model)
                 told = pieces.finish(turn, is_cut=is_cut)
                 held = shown_pieces(None, told) if pieces.reads_calls else []

@@ -335,19 +335,19 @@ class Scheduler:
         self._preempt(oldest)
         return True
 
-    def preempt(self, at_least: int = 1) -> bool:
+    def preempt(self) -> bool:
         """Free the sequence of an idle choice, or else of the newest active choice, which then waits.
 
-        Return False if there is no idle choice, and no active choice but the ``at_least`` that must stay.
+        Return False if there is no idle choice, and at most one active choice, which must stay.
         """
-        if self._free_idle():
-            return True
-        if len(self.active) <= at_least:
+        if not self.idle and len(self.active) <= 1:
             return False
-        choice = max(self.active, key=lambda active: active.key)
-        self.active.remove(choice)
-        self._preempt(choice)
-        self.requeue(choice)
+        choices = self.idle[:1] or [max(self.active, key=lambda active: active.key)]
+        choices[0].job.caller.stats.preemptions += 1
+        if not self._free_idle():
+            self.active.remove(choices[0])
+            self._preempt(choices[0])
+            self.requeue(choices[0])
         return True
 
     def _preempt(self, choice: Choice) -> None:

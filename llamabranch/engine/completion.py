@@ -99,8 +99,8 @@ class Call:
         self.requests: list[Request] = []
         for index, each in enumerate(prompts):
             with placed(self._place(index, len(prompts))):
-                each = chat_messages(each) if chats else each
-                self.requests.append(common.of_prompt(each))
+                one = chat_messages(cast(Messages, each)) if chats else each
+                self.requests.append(common.of_prompt(one))
         self.jobs: list[Job] = []
         self.found: dict[int, Result] = {}
 

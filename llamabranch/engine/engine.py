@@ -226,8 +226,8 @@ class Engine:
         self._check_open()
         if name in self.client.jobs:
             raise ConfigError(f"a request with the id {name!r} is unfinished")
-        n_waiting, most = self.client.n_waiting + more, self._max_waiting
-        if most is not None and n_waiting >= most:
+        most = self._max_waiting
+        if most is not None and (n_waiting := self.client.n_waiting + more) >= most:
             raise QueueFullError(
                 f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
                 hint="add it again after some steps, or raise max_waiting",

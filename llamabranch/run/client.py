@@ -158,9 +158,9 @@ class Client(Caller):
 
     def _read(self, event: Event) -> None:
         """Keep an event as ``step`` returns it, or nothing if anything is raised."""
-        n = len(self._told)
+        n, job = len(self._told), self.jobs.get(event.id)
         try:
-            self._told += self.jobs[event.id].read(event)
+            self._told += [] if job is None else job.read(event)  # None: it was closed in the step
         except BaseException:
             del self._told[n:]
             raise
@@ -173,10 +173,12 @@ class Client(Caller):
                 fewer requests wait than can run.
 
         Raises:
+            UsageError: a step is running that has called this function.
             DecodeInterruptedError: a decode was interrupted. The requests end with "cancelled"; their
                 last events come before the exception.
         """
         most, more = max(2, self.drafting.ctx.n_seq_max), True
+        self.check_free()
         try:
             while True:
                 while more and self.n_ahead < most:

@@ -276,7 +276,7 @@ class Core:
                     self._n_stuck = 0
                     return
         stops = self.ctx.decoder.stops
-        if stops.is_pending:
+        if stops.is_pending and not self.ctx.closed:
             with self.ctx.lock:  # another thread's decode may be the one that stops
                 if stops.is_pending:
                     stops.note_stopped()

@@ -224,7 +224,9 @@ class Scheduler:
             self.active.append(choice)
             choice.state = State.RUNNING
             return True
-        source, n_cached = self._best_prefix(choice)
+        with self._ctx.lock:  # another thread may close the context, or decode
+            self._ctx.decoder.check_open()
+            source, n_cached = self._best_prefix(choice)
         if source is not None and source.is_reading and source.text.n_cached < n_cached:
             return False  # the prefix it will share is still being decoded
         if source in self.idle and not self._free_sequence(source):

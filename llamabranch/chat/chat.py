@@ -316,7 +316,7 @@ class Chat:
         progress, stats = self.options.get("on_prompt_progress"), self.stats
         branch = Branch.create(self.ctx, beginning=tokens[:last])
         try:
-            n = branch.sequence.take_prompt(tokens[:last])
+            n = branch.sequence.take_cached(tokens[:last])
             for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
                 if part:
                     branch.prefill(part, on_prompt_progress=progress)

@@ -178,9 +178,7 @@ class _Sequences:
                 text.settle()
                 batch.add(text.seq_id, [beam.token])
             before = ctx.decoder.n_decodes
-            rows = batch.decode(
-                ctx.decoder, [row for text in texts for row in text.expiring_rows()]
-            )
+            rows = batch.decode(ctx.decoder)
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
             self._stats.decodes += ctx.decoder.n_decodes - before

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 __all__ = [
-    "PROMPT_END", "Thinking", "ThinkingChoice", "answer_in", "closing", "plan_thinking",
+    "PROMPT_END", "Thinking", "ThinkingChoice", "answer_in", "plan_thinking",
     "thinking_budget", "thinking_variables",
 ]  # fmt: skip
 

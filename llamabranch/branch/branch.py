@@ -39,8 +39,6 @@ from . import scorer
 from .generation import Generation
 from .snapshot import Snapshot, capture, fill
 
-__all__ = ["Branch"]
-
 
 class Branch(TextNode):
     """A text: a sequence of the cache, its tokens and its sampler.

@@ -32,8 +32,6 @@ from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 
-__all__ = ["Snapshot", "capture", "fill"]
-
 _MAGIC = b"\x89LBRANCH"
 _VERSION, _WITH_HIDDEN = 1, 2  # before 0.5 a file could end with hidden states, which are skipped
 # Magic, version, the numbers of metadata bytes, tokens, surprisals, logits, hidden states of a token

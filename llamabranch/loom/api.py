@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[Loom, Request], Awaitable[Response]]
 
-__all__ = ["front_of"]
-
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200

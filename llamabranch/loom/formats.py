@@ -24,8 +24,6 @@ from . import page
 from .document import AnyRecord, Document, Made, Node, Tokens, decoded
 from .journal import replay
 
-__all__ = ["Item", "export", "items_of", "read"]
-
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')

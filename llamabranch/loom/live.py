@@ -32,8 +32,6 @@ from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
 from .turns import answers
 
-__all__ = ["MOST_TOP", "Live", "PageJob", "Work", "leaves_cores"]
-
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
 _FEW = 64  # up to so many tokens are processed without showing progress

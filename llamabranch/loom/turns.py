@@ -21,11 +21,6 @@ from ..model.tools import Tools, conversation
 from ..request.openai import answer_message
 from .document import Document, Made, Node, Turn
 
-__all__ = [
-    "Part", "Talk", "Written", "answers", "beginning", "chat_fields", "messages_of", "thinking_at",
-    "write",
-]  # fmt: skip
-
 _CONTROL = b"\xff"  # before the id of a control token: UTF-8 has no such byte
 
 

@@ -62,7 +62,7 @@ def log_likelihood(text: Text, since: str) -> float:
 
 def _surprisals(text: Text, since: str) -> list[float]:
     choice("since", since, ("fork", "prompt"))
-    start = text.fork_position if since == "fork" else 0
+    start = text.at if since == "fork" else 0
     positions = text.generated_positions(max(start, 1))  # nothing predicts the very first token
     surprisals = [text.surprisals[position - text.n_prompt] for position in positions]
     if any(map(math.isnan, surprisals)):

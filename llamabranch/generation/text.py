@@ -24,6 +24,7 @@ from ..context.progress import OnPromptProgress, reading
 from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
+from ..model.tree import TextNode
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintState
 from .output import Produced
@@ -31,7 +32,7 @@ from .output import Produced
 __all__ = ["Text"]
 
 
-class Text:
+class Text(TextNode):
     """A sequence id with its tokens, sampler and logits.
 
     Args:
@@ -51,7 +52,7 @@ class Text:
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each later run of tokens that was read, not generated; ascending.
         surprisals: -log p of the tokens after the prompt, nats; NaN where it was not computed.
-        fork_position: how many tokens it shared with the parent when it was forked.
+        parent, at: the text that it was forked from, and how many tokens it shares with that.
         finish_reason: why the last generation ended, see `OutputBuffer`; None before the first one
             and after a change of the text.
         is_pruned: True once the sequence id was returned.
@@ -80,12 +81,12 @@ class Text:
         self.seq_id = seq_id
         self.ctx = ctx
         self.lock = ctx.lock
+        super().__init__(parent)
+        self.at = 0 if parent is None else len(parent.tokens)
         self.sampler = sampler
-        self.parent = parent
         self.n_prompt = 0
         self.appended: list[tuple[int, int]] = []
         self.surprisals: list[float] = []
-        self.fork_position = 0
         self.finish_reason: str | None = None
         self.is_pruned = False
         self.row: LogitsRow | None = None
@@ -103,7 +104,6 @@ class Text:
         self._is_generating = False
         self._reader = 0  # the thread that reads a prompt into it
         if parent is not None:
-            self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
             self.n_prompt = parent.n_prompt
             self.appended += parent.appended
@@ -224,7 +224,7 @@ class Text:
         with self.lock:
             if position < len(self.tokens):
                 self.forget(self._cache.cut(self.seq_id, position))
-                self.fork_position = min(self.fork_position, len(self.tokens))
+                self.at = min(self.at, len(self.tokens))
             sampler.accept_prompt(self.tokens)
             self.n_prompt, self.appended, self.surprisals = len(self.tokens), [], []
             self._incomplete = b""
@@ -750,7 +750,7 @@ class Text:
         row = self._cache.row(self.seq_id) if is_there else None
         if row is not None:
             self.set_row(LogitsRow(row))
-        self.fork_position = min(self.fork_position, position)
+        self.at = min(self.at, position)
 
     def keep(self, n: int) -> None:
         """Leave at most the first ``n`` tokens; takes the lock."""

@@ -285,7 +285,7 @@ class ModelState(RunState):
     def fork(self, target: Text) -> ModelState:
         """Return a copy of this state that drafts for ``target``."""
         text, params = _forked(self.own), self._drafter.settings(target)
-        text.parent = None  # states may be closed in any order
+        text.hang(None)  # states may be closed in any order
         if params != text.sampling.replace(seed=params.seed):
             sampler = Sampler(self.model, params, text.grammar)
             text.use_sampler(text.replayed(sampler))

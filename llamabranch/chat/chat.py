@@ -37,8 +37,6 @@ from .saved import read_chat, write_chat
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-__all__ = ["Answer", "Chat"]
-
 # Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
 

@@ -18,8 +18,6 @@ from .beams import Beams, Candidate, best_tokens
 from .result import Hypothesis, SearchResult, SearchStats
 from .start import MOST_TEXTS, check_room, check_start, token_limit
 
-__all__ = ["beam_search"]
-
 
 def beam_search(
     branch: Branch,

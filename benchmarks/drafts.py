@@ -16,7 +16,6 @@ from contextlib import closing
 from typing import NamedTuple
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Series, Timing, Work
 from llamabranch.cli.demo import PERSON, SCHEMA
 
 from .prompts import PEOPLE, PEOPLE_SCHEMA, TASKS
@@ -32,6 +31,7 @@ from .report import (
     table,
     title,
 )
+from .timing import Maker, Series, Timing, Work
 
 PLAIN, AUTO = "plain", "auto"
 

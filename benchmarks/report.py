@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.bench import timing
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.timing import Maker, Series, Spread
+from llamabranch.bench.speed import Spread
+
+from .timing import Maker, Series
 
 __all__ = [
     "Settings",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 JSON = Mapping[str, object]
+_PAUSE_S = 0.01  # between two methods, because the first one's threads still spin for a while
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,26 @@ def parser(
 
 
 def interleave(makers: Mapping[str, Maker], *, n_runs: int, n_items: int) -> dict[str, Series]:
-    """Time all methods in turns, after each has warmed up on item 0, untimed and with separate state."""
+    """Time all methods on the same items, in turns, after each has warmed up on item 0, untimed.
+
+    A run gives every item to every method. The order of the methods is reversed for every other item.
+    Each run starts with fresh state. Its number sets the seeds; it is -1 for the warm-up.
+    """
     for name, maker in makers.items():
         show_progress(f"warming up: {name}")
         maker(-1)(0)
-    return timing.interleave(makers, n_runs=n_runs, n_items=n_items, progress=show_progress)
+    series = {name: Series() for name in makers}
+    for run in range(n_runs):
+        works = {name: maker(run) for name, maker in makers.items()}
+        for name in series:
+            series[name].runs.append([])
+        for item in range(n_items):
+            show_progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
+            for name in list(works)[:: 1 if (run + item) % 2 == 0 else -1]:
+                time.sleep(_PAUSE_S)
+                series[name].runs[-1].append(works[name](item))
+    show_progress("")
+    return series
 
 
 def show_progress(text: str) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import llamabranch as lb
 from llamabranch import Engine, Request, Result
-from llamabranch.bench.timing import Series, Spread, Stopped, Timing, interleave
+from llamabranch.bench.speed import Spread
+from llamabranch.errors import DecodeInterruptedError
 
 from .console import Console, cell, number
 from .interrupts import InterruptHandler
 
-MOST_PAIRS = 9  # with fewer pairs a single outlier would widen the 95 % interval
+MOST_PAIRS = 9
+_PAUSE_S = 0.01  # between two runs, because the threads of the first one still spin for a while
 
 
 @dataclass(frozen=True)
@@ -24,25 +26,25 @@ class DraftComparison:
     """A comparison of decoding with and without drafts, for the same requests and seed.
 
     Attributes:
-        drafted, plain: the timed runs with and without drafts.
+        drafted, plain: tokens a second of each run with and without drafts, in pairs.
         results, plain_results: the texts of the first run with and without drafts.
     """
 
-    drafted: Series
-    plain: Series
+    drafted: Sequence[float]
+    plain: Sequence[float]
     results: Sequence[Result]
     plain_results: Sequence[Result]
 
     @property
     def speed_up(self) -> float:
         """The median speed with drafts divided by that without; nan if no token was generated."""
-        return self.drafted.rate.median / self.plain.rate.median
+        return Spread.of(self.drafted).median / Spread.of(self.plain).median
 
     @property
     def range(self) -> Spread:
-        """The 95 % interval of the speed-up; with fewer than 6 pairs of runs, the range."""
-        interval = self.drafted.interval(self.plain)
-        return interval if interval.n >= 6 else self.drafted.ratio(self.plain)
+        """The 95 % interval of the speed-up by the sign test; with fewer than 6 pairs, the range."""
+        ratios = sorted(a / b for a, b in zip(self.drafted, self.plain, strict=True))
+        return Spread.of(ratios[1:-1] if len(ratios) == 9 else ratios)
 
     @property
     def parting(self) -> int | None:
@@ -71,7 +73,9 @@ def report(
         "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
         "decodes_of_target": stats.target_forward_passes,
         "decodes_of_draft": stats.draft_forward_passes,
-        "tokens_a_second": stats.tokens_per_s if compared is None else compared.drafted.rate.median,
+        "tokens_a_second": stats.tokens_per_s
+        if compared is None
+        else Spread.of(compared.drafted).median,
     }
     rows = {name.replace("_", " "): cell(value) for name, value in figures.items()}
     if drafted:
@@ -80,7 +84,7 @@ def report(
     rows["tokens a second"] = number(figures["tokens_a_second"], 1)
     if compared is not None:
         ratio, low, high = compared.speed_up, compared.range.low, compared.range.high
-        plain, parting = compared.plain.rate.median, compared.parting
+        plain, parting = Spread.of(compared.plain).median, compared.parting
         figures |= {
             "plain_tokens_a_second": plain,
             "speed_up": ratio,
@@ -110,22 +114,26 @@ def compare(
 
     There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds.
     """
+    rates: dict[Engine, list[float]] = {drafting: [], plain: []}
     results: dict[Engine, Sequence[Result]] = {}
-
-    def work(engine: Engine, _: int) -> Timing:
-        if interrupts.requested:
-            raise Stopped
-        before = engine.stats.elapsed_s
-        texts = engine.generate(requests)
-        results.setdefault(engine, texts)
-        n_tokens = sum(len(result.tokens) for result in texts)
-        return Timing(n_tokens, engine.stats.elapsed_s - before)
-
-    timings = interleave(
-        {"drafted": lambda _: partial(work, drafting), "plain": lambda _: partial(work, plain)},
-        n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s,
-        progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
-    )  # fmt: skip
-    if interrupts.requested or not timings["plain"].runs:
+    seconds = 0.0
+    try:
+        while len(rates[plain]) < MOST_PAIRS and seconds < budget_s:
+            progress(f"comparing: run {len(rates[plain]) + 1} of {MOST_PAIRS}")
+            for engine in list(rates)[:: 1 if len(rates[plain]) % 2 == 0 else -1]:
+                time.sleep(_PAUSE_S)
+                if interrupts.requested:
+                    return None
+                before = engine.stats.elapsed_s
+                texts = engine.generate(requests)
+                took = engine.stats.elapsed_s - before
+                n_tokens = sum(len(result.tokens) for result in texts)
+                rates[engine].append(n_tokens / took if n_tokens else math.nan)
+                results.setdefault(engine, texts)
+                seconds += took
+    except DecodeInterruptedError:
         return None
-    return DraftComparison(timings["drafted"], timings["plain"], results[drafting], results[plain])
+    progress("")
+    if interrupts.requested:
+        return None
+    return DraftComparison(rates[drafting], rates[plain], results[drafting], results[plain])

@@ -22,7 +22,6 @@ from .prompts import PEOPLE, PEOPLE_SCHEMA, TASKS
 from .report import (
     Settings,
     emit,
-    interleave,
     number,
     parser,
     percent,
@@ -31,7 +30,7 @@ from .report import (
     table,
     title,
 )
-from .timing import Maker, Series, Timing, Work
+from .timing import Maker, Series, Timing, Work, interleave
 
 PLAIN, AUTO = "plain", "auto"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ import llamabranch as lb
 from llamabranch.bench.machine import Machine
 from llamabranch.bench.speed import Spread
 
-from .timing import Maker, Series
+from .timing import Series
 
 __all__ = [
     "Settings",
     "emit",
-    "interleave",
     "number",
     "parser",
     "percent",
@@ -31,7 +29,6 @@ __all__ = [
 ]
 
 JSON = Mapping[str, object]
-_PAUSE_S = 0.01  # between two methods, because the first one's threads still spin for a while
 
 
 @dataclass(frozen=True)
@@ -86,38 +83,6 @@ def parser(
     add("--peers", type=Path, help="folder with llama.cpp's programs; default: without them")
     described.set_defaults(defaults=defaults)
     return described
-
-
-# -- turns -----------------------------------------------------------------------------------------
-
-
-def interleave(makers: Mapping[str, Maker], *, n_runs: int, n_items: int) -> dict[str, Series]:
-    """Time all methods on the same items, in turns, after each has warmed up on item 0, untimed.
-
-    A run gives every item to every method. The order of the methods is reversed for every other item.
-    Each run starts with fresh state. Its number sets the seeds; it is -1 for the warm-up.
-    """
-    for name, maker in makers.items():
-        show_progress(f"warming up: {name}")
-        maker(-1)(0)
-    series = {name: Series() for name in makers}
-    for run in range(n_runs):
-        works = {name: maker(run) for name, maker in makers.items()}
-        for name in series:
-            series[name].runs.append([])
-        for item in range(n_items):
-            show_progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
-            for name in list(works)[:: 1 if (run + item) % 2 == 0 else -1]:
-                time.sleep(_PAUSE_S)
-                series[name].runs[-1].append(works[name](item))
-    show_progress("")
-    return series
-
-
-def show_progress(text: str) -> None:
-    """Show progress on one line of standard error, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 # -- tables ----------------------------------------------------------------------------------------

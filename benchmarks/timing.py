@@ -1,19 +1,21 @@
-"""Timings of work in runs: rates, and ratios within a run.
+"""Timings and their statistics: interleaved runs, medians, spread, ratios.
 
-The speed of a machine changes during a measurement. Therefore the measured methods take turns, and ratios
-are computed within a run.
+The speed of a machine changes during a measurement. Therefore the measured methods take turns. Each
+prompt is run by all methods, in alternating order, and ratios are computed within a run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from llamabranch.bench.speed import Spread
 from llamabranch.speculative import SpeculativeStats
 
-__all__ = ["Maker", "Series", "Timing", "Work"]
+PAUSE_S = 0.01  # between two methods, because the first one's threads still spin for a while
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,30 @@ class Series:
         texts = ((a.tokens, b.tokens) for a, b in zip(self.timings, other.timings, strict=True))
         pairs = [(a, b) for a, b in texts if a is not None and b is not None]
         return sum(a == b for a, b in pairs), len(pairs)
+
+
+def interleave(makers: Mapping[str, Maker], *, n_runs: int, n_items: int) -> dict[str, Series]:
+    """Time all methods on the same items, in turns, after each has warmed up on item 0.
+
+    A run gives every item to every method. The order of the methods is reversed for every other
+    item. Each run starts with fresh state. Its number sets the seeds; that of the warm-up is -1.
+    """
+    for name, maker in makers.items():
+        show_progress(f"warming up: {name}")
+        maker(-1)(0)
+    series = {name: Series([[] for _ in range(n_runs)]) for name in makers}
+    for run in range(n_runs):
+        works = {name: maker(run) for name, maker in makers.items()}
+        for item in range(n_items):
+            show_progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
+            for name in list(works)[:: 1 if (run + item) % 2 == 0 else -1]:
+                time.sleep(PAUSE_S)
+                series[name].runs[run].append(works[name](item))
+    show_progress("")
+    return series
+
+
+def show_progress(text: str) -> None:
+    """Show progress on one line of standard error, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

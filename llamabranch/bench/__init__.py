@@ -1,5 +1,5 @@
-"""Benchmarking: how fast the settings are that exist for a model, and on which machine.
+"""Benchmarking: how fast the settings of a model are, and the machine of a measurement.
 
 machine.py  the machine of a measurement: processor, load, build
-speed.py    how fast a context reads and generates after prompts of several lengths; medians
+speed.py    how fast a context reads and generates after prompts of several lengths
 """

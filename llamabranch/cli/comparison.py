@@ -5,46 +5,49 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 import llamabranch as lb
 from llamabranch import Engine, Request, Result
-from llamabranch.bench.speed import Spread
-from llamabranch.errors import DecodeInterruptedError
 
 from .console import Console, cell, number
 from .interrupts import InterruptHandler
 
-MOST_PAIRS = 9
-_PAUSE_S = 0.01  # between two runs, because the threads of the first one still spin for a while
+MOST_PAIRS = 9  # with fewer, a single outlier would widen the 95 % interval of the speed-up
+_PAUSE_S = 0.01  # between two runs, because the first one's threads still spin for a while
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftComparison:
     """A comparison of decoding with and without drafts, for the same requests and seed.
 
     Attributes:
-        drafted, plain: tokens a second of each run with and without drafts, in pairs.
-        results, plain_results: the texts of the first run with and without drafts.
+        drafted, plain: tokens a second of each pair of runs, with and without drafts.
+        results, plain_results: the texts of the last run with and without drafts.
     """
 
-    drafted: Sequence[float]
-    plain: Sequence[float]
-    results: Sequence[Result]
-    plain_results: Sequence[Result]
+    drafted: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    results: Sequence[Result] = ()
+    plain_results: Sequence[Result] = ()
 
     @property
     def speed_up(self) -> float:
         """The median speed with drafts divided by that without; nan if no token was generated."""
-        return Spread.of(self.drafted).median / Spread.of(self.plain).median
+        return median(self.drafted) / median(self.plain)
 
     @property
-    def range(self) -> Spread:
-        """The 95 % interval of the speed-up by the sign test; with fewer than 6 pairs, the range."""
+    def range(self) -> tuple[float, float]:
+        """The 95 % interval of the speed-up, by the sign test: the range, without the ends of 9 pairs.
+
+        With fewer than 6 pairs the range covers the median less often.
+        """
         ratios = sorted(a / b for a, b in zip(self.drafted, self.plain, strict=True))
-        return Spread.of(ratios[1:-1] if len(ratios) == 9 else ratios)
+        n_outside = len(ratios) // 9
+        return ratios[n_outside], ratios[-1 - n_outside]
 
     @property
     def parting(self) -> int | None:
@@ -73,9 +76,7 @@ def report(
         "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
         "decodes_of_target": stats.target_forward_passes,
         "decodes_of_draft": stats.draft_forward_passes,
-        "tokens_a_second": stats.tokens_per_s
-        if compared is None
-        else Spread.of(compared.drafted).median,
+        "tokens_a_second": stats.tokens_per_s if compared is None else median(compared.drafted),
     }
     rows = {name.replace("_", " "): cell(value) for name, value in figures.items()}
     if drafted:
@@ -83,8 +84,8 @@ def report(
     rows["tokens a pass"] = number(figures["tokens_a_pass"], 2)
     rows["tokens a second"] = number(figures["tokens_a_second"], 1)
     if compared is not None:
-        ratio, low, high = compared.speed_up, compared.range.low, compared.range.high
-        plain, parting = Spread.of(compared.plain).median, compared.parting
+        ratio, (low, high) = compared.speed_up, compared.range
+        plain, parting = median(compared.plain), compared.parting
         figures |= {
             "plain_tokens_a_second": plain,
             "speed_up": ratio,
@@ -110,30 +111,30 @@ def compare(
     budget_s: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> DraftComparison | None:
-    """Time decoding with and without drafts; return None if interrupted. The caller warms up.
+    """Time decoding with and without drafts, in turns; return None if interrupted. The caller warms up.
 
-    There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds.
+    There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds of them.
     """
-    rates: dict[Engine, list[float]] = {drafting: [], plain: []}
-    results: dict[Engine, Sequence[Result]] = {}
-    seconds = 0.0
-    try:
-        while len(rates[plain]) < MOST_PAIRS and seconds < budget_s:
-            progress(f"comparing: run {len(rates[plain]) + 1} of {MOST_PAIRS}")
-            for engine in list(rates)[:: 1 if len(rates[plain]) % 2 == 0 else -1]:
-                time.sleep(_PAUSE_S)
-                if interrupts.requested:
-                    return None
-                before = engine.stats.elapsed_s
-                texts = engine.generate(requests)
-                took = engine.stats.elapsed_s - before
-                n_tokens = sum(len(result.tokens) for result in texts)
-                rates[engine].append(n_tokens / took if n_tokens else math.nan)
-                results.setdefault(engine, texts)
-                seconds += took
-    except DecodeInterruptedError:
-        return None
+    compared, spent_s = DraftComparison(), 0.0
+    while len(compared.plain) < MOST_PAIRS and spent_s < budget_s:
+        progress(f"comparing: run {len(compared.plain) + 1} of {MOST_PAIRS}")
+        runs: dict[Engine, tuple[float, list[Result]]] = {}
+        for engine in (drafting, plain)[:: 1 if len(compared.plain) % 2 == 0 else -1]:
+            time.sleep(_PAUSE_S)
+            before = engine.stats.elapsed_s
+            try:
+                results = engine.generate(requests)
+            except lb.DecodeInterruptedError:
+                if not interrupts.requested:
+                    raise
+            if interrupts.requested:
+                return None
+            seconds = engine.stats.elapsed_s - before
+            spent_s += seconds
+            n_tokens = sum(len(result.tokens) for result in results)
+            runs[engine] = (n_tokens / seconds if n_tokens and seconds > 0 else math.nan, results)
+        for rates, engine in ((compared.drafted, drafting), (compared.plain, plain)):
+            rates.append(runs[engine][0])
+        compared.results, compared.plain_results = runs[drafting][1], runs[plain][1]
     progress("")
-    if interrupts.requested:
-        return None
-    return DraftComparison(rates[drafting], rates[plain], results[drafting], results[plain])
+    return compared

@@ -23,8 +23,6 @@ from .templates import ChatTemplate
 from .text import TEXT_TYPES, TokenIds, decode_utf8, token_list
 from .turn_format import TurnFormat
 
-__all__ = ["Model", "TextDecoder", "token_piece"]
-
 
 class Model:
     """A GGUF loaded by llama.cpp. Contexts of one model share its weights.

@@ -28,8 +28,6 @@ from typing import cast
 from ..errors import ConfigError, UnsupportedError
 from ..native import call_in_thread, forkable_lock
 
-__all__ = ["ChatTemplate"]
-
 _LIMIT_S = 10.0  # an ordinary conversation takes some milliseconds
 _MEMORY_BYTES = 1 << 30
 _START_S = 60.0  # on a busy machine

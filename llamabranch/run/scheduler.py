@@ -301,7 +301,7 @@ class Scheduler:
                     self._ctx, None, beginning.text.sampler.clone(), job.seed, beginning.text
                 )
                 text.keep(n)
-                text.parent, text.fork_position = None, 0
+                text.hang(None)
                 return text, n
         cacheable = [] if source is not None else _unscored(job)
         text = Text(self._ctx, None, job.new_sampler(), job.seed, beginning=cacheable)

@@ -26,8 +26,6 @@ from .grammar.guidance import Matcher
 from .noise import MIXTURE, uniform
 from .params import SamplingParams
 
-__all__ = ["Sampler"]
-
 LogitsArray = npt.NDArray[np.float32]
 
 _FLOAT_MAX = float(np.finfo(np.float32).max)

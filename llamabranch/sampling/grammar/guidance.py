@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ...model import Model
 
-__all__ = ["Matcher", "compiled"]
-
 T = TypeVar("T")
 Mask = npt.NDArray[np.uint32]
 

@@ -15,18 +15,18 @@ import gc
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from engine_runs import heard
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams, search
-from llamabranch.agents import Report
+from llamabranch.agents import Report, Step
 from llamabranch.errors import (
     CapacityError,
     DecodeInterruptedError,
@@ -146,6 +146,7 @@ class User:
         self.failure: BaseException | None = None
         self.branches: list[Branch] = []
         self.open: list[Pieces] = []
+        self.agents: list[Pieces] = []  # those of `open` that are an agent's
         self.engines: dict[Engine, list[lb.Event]] = {}  # with the events so far
         self.added: dict[Engine, list[Request]] = {}
         self.chat = lb.Chat(self.ctx, None, max_tokens=4, seed=self.random.randrange(9))
@@ -211,13 +212,17 @@ class User:
     def request(self) -> Request:
         """Return a request; some have a prompt that never fits."""
         sampling, use = SamplingParams(**self.settings()), self.use()
+
+        def on_round(trace: object) -> None:
+            use()
+
         prompt = self.tokens()
         if self.random.random() < 0.05:
             prompt = [5] * (self.ctx.n_ctx_seq + self.random.randint(1, 9))
         request = Request(
             prompt, str(next(self.program.numbers)), self.random.randint(1, 8), sampling,
             n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
-            on_round=(lambda trace: use()) if self.random.random() < 0.3 else None, **self.options(),
+            on_round=on_round if self.random.random() < 0.3 else None, **self.options(),
         )  # fmt: skip
         self.program.requests[str(request.id)] = request
         return request
@@ -494,6 +499,8 @@ class User:
         begun = self.random.choice(kinds)
         self.tally[begun.__name__] += 1
         self.open.append(begun())
+        if begun == self.working:
+            self.agents.append(self.open[-1])
         self.go_on()
 
     def go_on(self, most: int = 12, *, is_inside: bool = False) -> None:
@@ -501,7 +508,7 @@ class User:
 
         Inside a function that the context calls, nobody can wait for an agent, which has a thread.
         """
-        usable = [each for each in self.open if not (is_inside and each.__name__ == "working")]
+        usable = [each for each in self.open if not (is_inside and each in self.agents)]
         if not usable:
             return
         pieces = self.random.choice(usable)
@@ -579,9 +586,9 @@ class User:
 
     def chatting(self) -> Pieces:
         messages, sampling = [("user", "A tale")], SamplingParams(**self.settings())
-        prompt = self.ctx.model.chat_tokens(messages)
-        options = {"max_tokens": 8, "sampling": sampling, "drafter": self.drafter()}
-        with closing(self.ctx.chat(messages, stream=True, **self.options(), **options)) as events:
+        prompt, options = self.ctx.model.chat_tokens(messages), self.options()
+        options |= {"max_tokens": 8, "sampling": sampling, "drafter": self.drafter()}
+        with closing(self.ctx.chat(messages, stream=True, **options)) as events:
             for event in events:
                 if event.result is not None:
                     self.check_result(event.result, prompt, sampling, 8)
@@ -590,7 +597,8 @@ class User:
     def working(self) -> Pieces:
         """An agent, which works on while nobody looks."""
         task = self.random.choice(["Go.", "Work!"])
-        with closing(agent(self.ctx, self.random.randrange(3), self.use()).stream(task)) as steps:
+        steps = agent(self.ctx, self.random.randrange(3), self.use()).stream(task)
+        with closing(cast("Generator[Step, None, None]", steps)):
             for step in steps:
                 if step.report is not None:
                     self.check_report(step.report, task)
@@ -651,9 +659,12 @@ class User:
     def generate_all(self) -> None:
         """A job, with a listener that uses the context."""
         requests = [self.request() for _ in range(self.random.randint(1, 3))]
-        use = self.use()
-        engine = self.random.choice([*self.engines])
-        for result in engine.generate(requests, on_event=lambda event: use()):
+        use, engine = self.use(), self.random.choice([*self.engines])
+
+        def on_event(event: lb.Event) -> None:
+            use()
+
+        for result in engine.generate(requests, on_event=on_event):
             self.check_request(result)
 
     def ask(self) -> None:
@@ -673,7 +684,8 @@ class User:
         has_agent, use = self.random.random() < 0.3, self.use()
 
         async def read(engine: lb.AsyncEngine, request: Request, most: int) -> None:
-            async with aclosing(engine.generate(request)) as events:
+            events = engine.generate(request)
+            async with aclosing(cast("AsyncGenerator[lb.Event, None]", events)):
                 async for event in events:
                     if event.result is not None:
                         self.check_request(event.result)
@@ -740,6 +752,7 @@ class User:
         """Close nothing, and keep nothing."""
         self.is_over = True
         self.open.clear()
+        self.agents.clear()
         self.engines.clear()
         self.added.clear()
         self.branches.clear()

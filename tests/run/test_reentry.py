@@ -436,7 +436,7 @@ def test_ten_thousand_requests_wait(target: lb.Model) -> None:
 
 
 def test_a_prompt_that_never_fits_keeps_nobody_waiting(target: lb.Model) -> None:
-    tokens = [5] * 257
+    tokens: Any = [5] * 257
     with opened(target, n_ctx=256, n_seq_max=4) as ctx, opened(target) as clean:
         engine = Engine(ctx, None, wait_s=math.inf)
         sampling = SamplingParams(temperature=0.8, seed=1)

@@ -619,7 +619,12 @@ class User:
 
     def close_engine(self, engine: Engine) -> None:
         """Close an engine; all its requests have ended, each text once, and as its events say."""
-        self.hear(engine, engine.close(drain=self.random.random() < 0.5))
+        drain, is_closed = self.random.random() < 0.5, False
+        while not is_closed:
+            with self.surviving():
+                events = engine.close(drain=drain)
+                is_closed = True
+        self.hear(engine, events)
         texts = heard(self.engines.pop(engine))
         for request in self.added.pop(engine):
             results = [texts[str(request.id), i].result for i in range(request.n)]
@@ -709,8 +714,18 @@ class User:
 
     # -- a life --------------------------------------------------------------------------------------
 
-    def act(self) -> None:
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Ignore what a program raises itself."""
         try:
+            yield
+        except BaseException as error:
+            if not (isinstance(root(error), RAISED) or "raised Fault()" in str(error)):
+                raise
+            self.tally[type(root(error)).__name__] += 1
+
+    def act(self) -> None:
+        with self.surviving():
             act = self.random.choice(self.acts)
             with suppress(CapacityError):
                 act()
@@ -722,10 +737,6 @@ class User:
             if self.branches:
                 with suppress(CapacityError):
                     self.check_branch(self.random.choice(self.branches))
-        except BaseException as error:
-            if not (isinstance(root(error), RAISED) or "raised Fault()" in str(error)):
-                raise
-            self.tally[type(root(error)).__name__] += 1
 
     def run(self, n_acts: int) -> None:
         """Act; keep what is raised. When another user closes the context, this ends."""
@@ -739,7 +750,6 @@ class User:
 
     def finish(self) -> None:
         """Close everything."""
-        self.may_raise = False
         for pieces in self.open:
             pieces.close()
         for engine in [*self.engines]:
@@ -812,6 +822,7 @@ class Program:
         for user in self.users:
             if user.failure is not None:
                 raise user.failure
+            user.may_raise = False
         for user in self.users:
             {"finish": user.finish, "forget": user.forget, "close": user.find_closed}[end]()
             self.tally.update(user.tally)

@@ -62,6 +62,13 @@ def root(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def is_raised(error: BaseException | None) -> bool:
+    """Return whether an error comes from what a program raises itself."""
+    return isinstance(root(error), RAISED) or any(
+        f"raised {each.__name__}(" in str(error) for each in RAISED
+    )
+
+
 def same_logits(tokens: Any, logits: Any) -> Any:
     """A logits processor that changes nothing: the texts of those that use the context are its texts."""
     return logits
@@ -360,9 +367,8 @@ class User:
     def may_end_so(self, reason: str, error: BaseException | None) -> bool:
         """Return whether a program may end a text so."""
         if reason in ("capacity", "error"):
-            expected = CapacityError if reason == "capacity" else RAISED
-            is_fault = "raised Fault()" in str(error)
-            return isinstance(root(error), expected) or is_fault or self.ctx.closed
+            is_full = reason == "capacity" and isinstance(root(error), CapacityError)
+            return is_full or is_raised(error) or self.ctx.closed
         return reason in ("length", "stop", "cancelled")
 
     def check_request(self, result: lb.Result) -> None:
@@ -720,7 +726,7 @@ class User:
         try:
             yield
         except BaseException as error:
-            if not (isinstance(root(error), RAISED) or "raised Fault()" in str(error)):
+            if not is_raised(error):
                 raise
             self.tally[type(root(error)).__name__] += 1
 

@@ -18,8 +18,6 @@ from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["Show", "continuation", "log_likelihood", "perplexity", "read_alone", "score"]
-
 # Called with the number of a text, the index of one of its tokens, and the logits before that token,
 # which are valid until it returns.
 Show = Callable[[int, int, LogitsRow], None]

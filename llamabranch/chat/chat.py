@@ -37,8 +37,6 @@ from .saved import read_chat, write_chat
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-__all__ = ["Answer", "Chat"]
-
 # Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
 
@@ -317,7 +315,7 @@ class Chat:
         progress, stats = self.options.get("on_prompt_progress"), self.stats
         branch = Branch.create(self.ctx, beginning=tokens[:last])
         try:
-            n = branch.sequence.take_prompt(tokens[:last])
+            n = branch.sequence.take_cached(tokens[:last])
             for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
                 if part:
                     branch.prefill(part, on_prompt_progress=progress)

@@ -13,8 +13,6 @@ from ..model.tools import ToolCall
 from ..model.tree import TextNode
 from ..request.openai import answer_message
 
-__all__ = ["Branches", "Exchange", "drawn", "exchanges_of", "messages_of"]
-
 _LONGEST = 60  # characters of a message and its answer in a drawing
 
 

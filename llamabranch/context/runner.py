@@ -8,7 +8,7 @@ possible. The caller must hold the context's lock and pass valid arguments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -90,7 +90,7 @@ class Runner:
 
     def close(self) -> None:
         """Copy the rows that are still needed, then free the native context."""
-        self._protect_rows(0, ())
+        self._protect_rows(0)
         self.handle.close()
 
     def make_room(self, n: int) -> None:
@@ -105,7 +105,7 @@ class Runner:
         self,
         pieces: Iterable[Piece],
         starts: dict[int, int],
-        expiring: Sequence[LogitsRow],
+        replaced: Collection[int],
         read: Read | None = None,
         *,
         reclaims: bool = True,
@@ -114,23 +114,25 @@ class Runner:
         """Run several decodes, or none if one fails; return the rows that ``read`` did not get.
 
         ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
-        are cut to ``starts``. ``expiring`` rows are not needed any longer; the caller passes none if a
-        later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
-        ``on_read`` is called after each decode; an exception in it undoes all decodes.
+        are cut to ``starts``. The texts of ``replaced`` sequences get new rows, so their last rows are
+        not copied; the caller passes none if a later decode could fail after an earlier one.
+        ``reclaims``: cells may be freed if all are taken. ``on_read`` is called after each decode; an
+        exception in it undoes all decodes.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
+        expiring: list[LogitsRow] = []  # valid if the decode fails and has changed nothing
         code = n = n_rows_before = n_decoded = 0
         outer = self.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
                 for row in all_rows:
                     row.detach()
-                self._protect_rows(n_rows, expiring)
+                expiring = self._protect_rows(n_rows, replaced)
                 code = submit() if watch is None else watch.decode(n, submit)
-                while code == _FULL and reclaims and self._reclaimed(n, expiring):
-                    self._protect_rows(n_rows, expiring)
+                while code == _FULL and reclaims and memory.reclaim(n):
+                    expiring = self._protect_rows(n_rows, replaced)
                     code = submit()
                 if code:
                     break
@@ -172,36 +174,33 @@ class Runner:
             self.stops.end(outer)
         raise self._failure(code, starts, n, expiring)
 
-    def _reclaimed(self, n: int, expiring: Sequence[LogitsRow]) -> bool:
-        """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
-        for row in expiring:  # compaction may decode
-            row.detach()
-        return self.memory.reclaim(n)
+    def _protect_rows(self, n_rows: int, replaced: Collection[int] = ()) -> list[LogitsRow]:
+        """Copy the rows that are still needed before the next decode overwrites the buffer.
 
-    def _protect_rows(self, n_rows: int, expiring: Sequence[LogitsRow]) -> None:
-        """Copy the rows that are still needed before the next decode overwrites the buffer."""
+        Return those that are not copied, because only a text of a ``replaced`` sequence has them.
+        """
         hidden = self.memory.hidden
         if hidden is not None and not hidden.is_read():
             self.memory.hidden = None
             heads.extract(self.handle, hidden.layers, False)
-        live = self._live
-        if not live:
-            return
         if n_rows > self.handle.row_capacity:
-            expiring = ()  # the buffer is reallocated: every old row becomes invalid
-        for row in live:
+            replaced = ()  # the buffer is reallocated: every old row becomes invalid
+        expiring: list[LogitsRow] = []
+        for row in self._live:
             if not row.users:
                 row.invalidate()
-            elif row.users > expiring.count(row):
+            elif row.users == 1 and row.seq_id in replaced:
+                expiring.append(row)
+            else:
                 row.detach()
-        self._live = []
+        self._live = expiring
+        return expiring
 
     def _failure(
         self, code: int, starts: dict[int, int], n: int, expiring: Sequence[LogitsRow]
     ) -> DecodeError | CacheFullError:
         """Put the memory back as it was before all decodes; return the error for ``code``."""
         if code in (_FULL, _REFUSED):  # this decode has changed nothing
-            self._live = [row for row in expiring if row.users > 0]
             self.undo(starts, ())
             if code == _FULL:
                 return self.memory.full_error(n)
@@ -238,7 +237,6 @@ class Runner:
         self,
         seq_id: int,
         token: int,
-        expiring: LogitsRow | None,
         sampler: Sampler | None = None,
         seed: int = 0,
     ) -> LogitsRow:
@@ -259,8 +257,8 @@ class Runner:
         else:
             submit = partial(self._submit, [(token, position, seq_id, True)], None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
-        expires = () if expiring is None else (expiring,)
-        row = self.transact((piece,), {seq_id: position}, expires)[0]
+        starts = {seq_id: position}
+        row = self.transact((piece,), starts, starts)[0]
         if compiled is not None:
             row.note_step(compiled, seed, measured)
         return row
@@ -268,7 +266,6 @@ class Runner:
     def decode(
         self,
         entries: Sequence[Entry],
-        expiring: Sequence[LogitsRow] = (),
         states: States | None = None,
         read: Read | None = None,
         on_read: OnRead | None = None,
@@ -277,7 +274,6 @@ class Runner:
 
         Args:
             entries: the tokens, at least one.
-            expiring: rows that are not needed any longer, because the new rows replace them.
             states: the hidden states that a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of earlier rows and the new rows, which are
                 valid until it returns. With ``read`` no row is copied or returned.
@@ -300,14 +296,16 @@ class Runner:
         if max(entry[1] for entry in entries) >= self.n_trained:
             self._warn_beyond_trained()
         parts = list(self._parts(entries))
+        replaced: Collection[int] = ()
         if is_recorded and len(parts) > 1:
-            expiring = ()
             self.make_room(len(entries))
+        elif is_recorded and read is None:
+            replaced = {seq_id for _, _, seq_id, wants in entries if wants}
         pieces = (
             self._piece(entries[part], None if states is None else states[part], is_recorded)
             for part in parts
         )
-        return self.transact(pieces, starts, expiring, read, reclaims=is_recorded, on_read=on_read)
+        return self.transact(pieces, starts, replaced, read, reclaims=is_recorded, on_read=on_read)
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
@@ -364,7 +362,7 @@ class Runner:
         Raises:
             ConfigError: another head reads hidden states. It also raises the errors of ``HiddenStates``.
         """
-        self._protect_rows(0, ())  # the buffer of the logits will move
+        self._protect_rows(0)  # the buffer of the logits will move
         before = self.memory.hidden
         if before is not None and before.is_for_head:
             raise ConfigError(
@@ -386,7 +384,7 @@ class Runner:
         """
         handle, states = self.handle, []
         most = min(handle.n_chunk, handle.n_outputs_max)
-        self._protect_rows(0, ())  # the buffer of the logits will move
+        self._protect_rows(0)  # the buffer of the logits will move
         handle.forget_rows()
         heads.extract_embeddings(handle, True)
         try:
@@ -424,11 +422,11 @@ class Runner:
             return features
         handle = self.handle
         most = min(handle.n_outputs_max, handle.n_chunk)
-        self._protect_rows(0, ())
+        self._protect_rows(0)
         handle.forget_rows()
         parts = []
         for low in range(0, len(features), most):
-            code, states = heads.encode(handle, features[low : low + most], self._encoded)
+            code, states = heads.encode(handle, features[low : low + most])
             if code == _INTERRUPTED:
                 self.stops.note_stopped()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)
@@ -481,7 +479,6 @@ class Batch:
     def decode(
         self,
         runner: Runner,
-        expiring: Iterable[LogitsRow] = (),
         *,
         states: States | None = None,
         read: Read | None = None,
@@ -490,7 +487,7 @@ class Batch:
         """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
         rows: list[LogitsRow] = []
         if self.entries:
-            rows = runner.decode(self.entries, list(expiring), states, read, on_read)
+            rows = runner.decode(self.entries, states, read, on_read)
         remaining = iter(rows)
         return [list(islice(remaining, n)) for n in self.n_rows]
 
@@ -500,10 +497,9 @@ def decode_run(
     tokens: Sequence[int],
     seq_id: int,
     logits: str,
-    expiring: Iterable[LogitsRow] = (),
     on_read: OnRead | None = None,
 ) -> list[LogitsRow]:
     """Decode any number of tokens of one sequence, all or none; return the requested rows."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
-    return batch.decode(runner, expiring, on_read=on_read)[0]
+    return batch.decode(runner, on_read=on_read)[0]

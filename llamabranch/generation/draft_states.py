@@ -17,8 +17,6 @@ from .drafter import NO_STATE, Drafter, DraftState, FixedLength, propose
 from .text import Text
 from .verify import Rule, rule_name
 
-__all__ = ["Beginning", "DraftStates"]
-
 
 class DraftStates:
     """Keeps the draft states of one drafter between generations.

@@ -305,10 +305,7 @@ class Drafter(ABC):
 class NullDrafter(Drafter):
     """Never drafts: plain decoding through the same loop."""
 
-    @property
-    def name(self) -> str:
-        """ "none"."""
-        return "none"
+    name = "none"
 
     def check(self, target: Model) -> None:
         """Accept any target."""

@@ -331,8 +331,7 @@ class Plan:
         ctx = text.ctx
         text.check_usable()
         if ctx.kv_cache.undoes(len(self.tokens) - 1):
-            expiring = text.expiring_rows()
-            self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
+            self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all")
             return self.rows
         # This memory cannot drop a tail, so the tokens are decoded on a fork.
         self._fork = ctx.sequences.allocate(self)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TextNode"]
-
 _serials = itertools.count()  # to sort children by age
 
 

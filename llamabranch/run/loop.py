@@ -329,10 +329,9 @@ class Loop:
         ctx = self.ctx
         members: tuple[RunningText | Reader, ...] = (*running, *readers)
         batch, texts = self._pack(running, readers)
-        expiring = [row for member in members for row in member.text.expiring_rows()]
         start = perf_counter()
         with around():
-            rows = batch.decode(ctx.decoder, expiring)
+            rows = batch.decode(ctx.decoder)
         step.verify_s = verify_s = perf_counter() - start
         step.n_tokens = sum(map(len, texts))
         with lent(chain.from_iterable(rows)):  # a user's function may decode before all are read

@@ -221,7 +221,7 @@ def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
     memory, text = ctx.kv_cache, TEXT[:20]
     decode_run(ctx.decoder, text, 0, "none")
     decode_run(ctx.decoder, [30, 31, 32], 0, "none")
-    ctx.decoder.advance(0, 33, None)
+    ctx.decoder.advance(0, 33)
     n_left = memory.cut(0, 22)
     assert n_left in (0, 20) or n_left < 22
     expected = {0: [*text, 30, 31][:n_left]}

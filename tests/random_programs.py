@@ -15,18 +15,18 @@ import gc
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from engine_runs import heard
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams, search
-from llamabranch.agents import Report
+from llamabranch.agents import Report, Step
 from llamabranch.errors import (
     CapacityError,
     DecodeInterruptedError,
@@ -60,6 +60,13 @@ def root(error: BaseException | None) -> BaseException | None:
     while error is not None and error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def is_raised(error: BaseException | None) -> bool:
+    """Return whether an error comes from what a program raises itself."""
+    return isinstance(root(error), RAISED) or any(
+        f"raised {each.__name__}(" in str(error) for each in RAISED
+    )
 
 
 def same_logits(tokens: Any, logits: Any) -> Any:
@@ -146,6 +153,7 @@ class User:
         self.failure: BaseException | None = None
         self.branches: list[Branch] = []
         self.open: list[Pieces] = []
+        self.agents: list[Pieces] = []  # those of `open` that are an agent's
         self.engines: dict[Engine, list[lb.Event]] = {}  # with the events so far
         self.added: dict[Engine, list[Request]] = {}
         self.chat = lb.Chat(self.ctx, None, max_tokens=4, seed=self.random.randrange(9))
@@ -211,13 +219,17 @@ class User:
     def request(self) -> Request:
         """Return a request; some have a prompt that never fits."""
         sampling, use = SamplingParams(**self.settings()), self.use()
+
+        def on_round(trace: object) -> None:
+            use()
+
         prompt = self.tokens()
         if self.random.random() < 0.05:
             prompt = [5] * (self.ctx.n_ctx_seq + self.random.randint(1, 9))
         request = Request(
             prompt, str(next(self.program.numbers)), self.random.randint(1, 8), sampling,
             n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
-            on_round=(lambda trace: use()) if self.random.random() < 0.3 else None, **self.options(),
+            on_round=on_round if self.random.random() < 0.3 else None, **self.options(),
         )  # fmt: skip
         self.program.requests[str(request.id)] = request
         return request
@@ -355,9 +367,8 @@ class User:
     def may_end_so(self, reason: str, error: BaseException | None) -> bool:
         """Return whether a program may end a text so."""
         if reason in ("capacity", "error"):
-            expected = CapacityError if reason == "capacity" else RAISED
-            is_fault = "raised Fault()" in str(error)
-            return isinstance(root(error), expected) or is_fault or self.ctx.closed
+            is_full = reason == "capacity" and isinstance(root(error), CapacityError)
+            return is_full or is_raised(error) or self.ctx.closed
         return reason in ("length", "stop", "cancelled")
 
     def check_request(self, result: lb.Result) -> None:
@@ -494,6 +505,8 @@ class User:
         begun = self.random.choice(kinds)
         self.tally[begun.__name__] += 1
         self.open.append(begun())
+        if begun == self.working:
+            self.agents.append(self.open[-1])
         self.go_on()
 
     def go_on(self, most: int = 12, *, is_inside: bool = False) -> None:
@@ -501,7 +514,7 @@ class User:
 
         Inside a function that the context calls, nobody can wait for an agent, which has a thread.
         """
-        usable = [each for each in self.open if not (is_inside and each.__name__ == "working")]
+        usable = [each for each in self.open if not (is_inside and each in self.agents)]
         if not usable:
             return
         pieces = self.random.choice(usable)
@@ -579,9 +592,9 @@ class User:
 
     def chatting(self) -> Pieces:
         messages, sampling = [("user", "A tale")], SamplingParams(**self.settings())
-        prompt = self.ctx.model.chat_tokens(messages)
-        options = {"max_tokens": 8, "sampling": sampling, "drafter": self.drafter()}
-        with closing(self.ctx.chat(messages, stream=True, **self.options(), **options)) as events:
+        prompt, options = self.ctx.model.chat_tokens(messages), self.options()
+        options |= {"max_tokens": 8, "sampling": sampling, "drafter": self.drafter()}
+        with closing(self.ctx.chat(messages, stream=True, **options)) as events:
             for event in events:
                 if event.result is not None:
                     self.check_result(event.result, prompt, sampling, 8)
@@ -590,7 +603,8 @@ class User:
     def working(self) -> Pieces:
         """An agent, which works on while nobody looks."""
         task = self.random.choice(["Go.", "Work!"])
-        with closing(agent(self.ctx, self.random.randrange(3), self.use()).stream(task)) as steps:
+        steps = agent(self.ctx, self.random.randrange(3), self.use()).stream(task)
+        with closing(cast("Generator[Step, None, None]", steps)):
             for step in steps:
                 if step.report is not None:
                     self.check_report(step.report, task)
@@ -611,7 +625,12 @@ class User:
 
     def close_engine(self, engine: Engine) -> None:
         """Close an engine; all its requests have ended, each text once, and as its events say."""
-        self.hear(engine, engine.close(drain=self.random.random() < 0.5))
+        drain, is_closed = self.random.random() < 0.5, False
+        while not is_closed:
+            with self.surviving():
+                events = engine.close(drain=drain)
+                is_closed = True
+        self.hear(engine, events)
         texts = heard(self.engines.pop(engine))
         for request in self.added.pop(engine):
             results = [texts[str(request.id), i].result for i in range(request.n)]
@@ -651,9 +670,12 @@ class User:
     def generate_all(self) -> None:
         """A job, with a listener that uses the context."""
         requests = [self.request() for _ in range(self.random.randint(1, 3))]
-        use = self.use()
-        engine = self.random.choice([*self.engines])
-        for result in engine.generate(requests, on_event=lambda event: use()):
+        use, engine = self.use(), self.random.choice([*self.engines])
+
+        def on_event(event: lb.Event) -> None:
+            use()
+
+        for result in engine.generate(requests, on_event=on_event):
             self.check_request(result)
 
     def ask(self) -> None:
@@ -673,7 +695,8 @@ class User:
         has_agent, use = self.random.random() < 0.3, self.use()
 
         async def read(engine: lb.AsyncEngine, request: Request, most: int) -> None:
-            async with aclosing(engine.generate(request)) as events:
+            events = engine.generate(request)
+            async with aclosing(cast("AsyncGenerator[lb.Event, None]", events)):
                 async for event in events:
                     if event.result is not None:
                         self.check_request(event.result)
@@ -697,8 +720,18 @@ class User:
 
     # -- a life --------------------------------------------------------------------------------------
 
-    def act(self) -> None:
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Ignore what a program raises itself."""
         try:
+            yield
+        except BaseException as error:
+            if not is_raised(error):
+                raise
+            self.tally[type(root(error)).__name__] += 1
+
+    def act(self) -> None:
+        with self.surviving():
             act = self.random.choice(self.acts)
             with suppress(CapacityError):
                 act()
@@ -710,10 +743,6 @@ class User:
             if self.branches:
                 with suppress(CapacityError):
                     self.check_branch(self.random.choice(self.branches))
-        except BaseException as error:
-            if not (isinstance(root(error), RAISED) or "raised Fault()" in str(error)):
-                raise
-            self.tally[type(root(error)).__name__] += 1
 
     def run(self, n_acts: int) -> None:
         """Act; keep what is raised. When another user closes the context, this ends."""
@@ -727,7 +756,6 @@ class User:
 
     def finish(self) -> None:
         """Close everything."""
-        self.may_raise = False
         for pieces in self.open:
             pieces.close()
         for engine in [*self.engines]:
@@ -740,6 +768,7 @@ class User:
         """Close nothing, and keep nothing."""
         self.is_over = True
         self.open.clear()
+        self.agents.clear()
         self.engines.clear()
         self.added.clear()
         self.branches.clear()
@@ -799,6 +828,7 @@ class Program:
         for user in self.users:
             if user.failure is not None:
                 raise user.failure
+            user.may_raise = False
         for user in self.users:
             {"finish": user.finish, "forget": user.forget, "close": user.find_closed}[end]()
             self.tally.update(user.tally)

@@ -17,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, DecodeError, SnapshotError
-from ..native import ContextHandle, StateLayout, max_sequences
+from ..native.context import ContextHandle
 from ..native.interrupts import uninterrupted
+from ..native.library import max_sequences
+from ..native.state_layout import StateLayout
 from .cell_table import CellTable, Usage
 from .checkpoints import Checkpoint, Checkpoints
 from .hidden_states import HiddenStates
-
-__all__ = [
-    "END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "RollingBack", "States", "Windowed",
-]  # fmt: skip
 
 State = npt.NDArray[np.uint8]
 Row = npt.NDArray[np.float32]
@@ -510,7 +508,8 @@ class Windowed(Memory):
         After a restore some are missing: a saved state has only the cells of the window at its end.
         """
         first = max(0, self.cells.first_position(seq_id), n - self._window + 1)
-        return not n or self.handle.position_range(seq_id)[0] <= first
+        handle = self.handle
+        return not n or handle.closed or handle.position_range(seq_id)[0] <= first
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)

@@ -8,10 +8,13 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 from engine_runs import results_of, run
 
 import llamabranch as lb
@@ -290,6 +293,21 @@ def test_a_function_may_close_the_context(target: lb.Model) -> None:
         assert engine.close() == []
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+def test_an_engine_whose_context_is_closed_generates_no_more(kind: str, tmp_path: Path) -> None:
+    """Its prompt is in the prefix cache, which is asked first."""
+    path = toys.write_toy(tmp_path / "toy.gguf", kind, vocab="bytes", window=16)
+    with lb.Model(path) as model, opened(model, exact=False, prefix_cache=True) as ctx:
+        engine = Engine(ctx, None, max_tokens=4)
+        engine.generate([Request([5] * 40)])
+        engine.add_request(Request([5] * 40))
+        ctx.close()
+        for _ in range(3):
+            with suppress(lb.LlamaBranchError):
+                assert all(event.result is None or event.result.error for event in engine.step())
+        assert engine.close() == []
+
+
 # -- what such a function may do -------------------------------------------------------------------------
 
 
@@ -436,7 +454,7 @@ def test_ten_thousand_requests_wait(target: lb.Model) -> None:
 
 
 def test_a_prompt_that_never_fits_keeps_nobody_waiting(target: lb.Model) -> None:
-    tokens = [5] * 257
+    tokens: Any = [5] * 257
     with opened(target, n_ctx=256, n_seq_max=4) as ctx, opened(target) as clean:
         engine = Engine(ctx, None, wait_s=math.inf)
         sampling = SamplingParams(temperature=0.8, seed=1)

@@ -8,10 +8,8 @@ answers.py, answer_tasks.py    votes, power sampling and single samples at equal
 page.py          what a page that watches costs
 pictures.py      the pictures of the documents
 rule_error.py    proof by enumeration that an acceptance rule is lossless
-report.py        the harness: settings, turns, tables, the JSON line
+report.py        the harness: settings, tables, the JSON line
+timing.py        runs in turns, and their statistics: medians, ratios within a run
 prompts.py       prompts and a schema
 servers.py       servers in processes of their own
-
-The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the
-commands use too.
 """

@@ -16,14 +16,12 @@ from contextlib import closing
 from typing import NamedTuple
 
 import llamabranch as lb
-from llamabranch.bench.timing import Maker, Series, Timing, Work
 from llamabranch.cli.demo import PERSON, SCHEMA
 
 from .prompts import PEOPLE, PEOPLE_SCHEMA, TASKS
 from .report import (
     Settings,
     emit,
-    interleave,
     number,
     parser,
     percent,
@@ -32,6 +30,7 @@ from .report import (
     table,
     title,
 )
+from .timing import Maker, Series, Timing, Work, interleave
 
 PLAIN, AUTO = "plain", "auto"
 

@@ -27,7 +27,7 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
-from llamabranch.bench.timing import Spread
+from llamabranch.bench.speed import Spread
 from llamabranch.context.params import ContextOptions
 
 from .report import Settings, emit, parser, pm, table, title

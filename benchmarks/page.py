@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamabranch.bench.timing import Spread
+from llamabranch.bench.speed import Spread
 
 from .report import Settings, emit, parser, pm, table
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.bench import timing
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.timing import Maker, Series, Spread
+from llamabranch.bench.speed import Spread
+
+from .timing import Series
 
 __all__ = [
     "Settings",
     "emit",
-    "interleave",
     "number",
     "parser",
     "percent",
@@ -84,23 +83,6 @@ def parser(
     add("--peers", type=Path, help="folder with llama.cpp's programs; default: without them")
     described.set_defaults(defaults=defaults)
     return described
-
-
-# -- turns -----------------------------------------------------------------------------------------
-
-
-def interleave(makers: Mapping[str, Maker], *, n_runs: int, n_items: int) -> dict[str, Series]:
-    """Time all methods in turns, after each has warmed up on item 0, untimed and with separate state."""
-    for name, maker in makers.items():
-        show_progress(f"warming up: {name}")
-        maker(-1)(0)
-    return timing.interleave(makers, n_runs=n_runs, n_items=n_items, progress=show_progress)
-
-
-def show_progress(text: str) -> None:
-    """Show progress on one line of standard error, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
 # -- tables ----------------------------------------------------------------------------------------

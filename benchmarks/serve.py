@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
-from llamabranch.bench.timing import Spread
+from llamabranch.bench.speed import Spread
 
 from .prompts import PEOPLE, PEOPLE_SCHEMA, PROMPTS, document
 from .report import Settings, emit, parser, pm, table, title

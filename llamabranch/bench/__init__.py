@@ -1,6 +1,5 @@
-"""Benchmarking: interleaved runs, and the fastest settings for a model.
+"""Benchmarking: how fast the settings of a model are, and the machine of a measurement.
 
-timing.py   timings, interleaved runs, medians, spread, ratios and their confidence intervals
 machine.py  the machine of a measurement: processor, load, build
 speed.py    how fast a context reads and generates after prompts of several lengths
 """

@@ -12,11 +12,29 @@ from ..branch import Branch
 from ..context import Context
 from ..sampling import SamplingParams
 from ..speculative import Drafter, Speculator
-from .timing import Spread
 
 _WARM_UP = (
     4  # tokens before a measurement: the first step has another shape, drafters read the prompt
 )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the lowest and the highest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of ``values``; nan without values."""
+        valid = [value for value in values if not math.isnan(value)] or [math.nan]
+        return cls(statistics.median(valid), min(valid), max(valid))
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the values for JSON, with None for nan."""
+        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
 @dataclass

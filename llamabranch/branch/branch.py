@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import SupportsIndex
@@ -23,14 +21,13 @@ from ..errors import (
     CacheFullError,
     CapacityError,
     SequencesExhaustedError,
-    UsageError,
 )
 from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
-from ..model.thoughts import closing
+from ..model.tree import TextNode
 from ..pictures import last_words
 from ..run.drafting import Drafting
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
@@ -42,12 +39,8 @@ from . import scorer
 from .generation import Generation
 from .snapshot import Snapshot, capture, fill
 
-__all__ = ["Branch"]
 
-_serial = itertools.count()  # to sort children by age
-
-
-class Branch:
+class Branch(TextNode):
     """A text: a sequence of the cache, its tokens and its sampler.
 
     Create one with :meth:`start`, :meth:`create` or :meth:`fork`. :meth:`prune`, or the end of its
@@ -72,12 +65,8 @@ class Branch:
         seq_id = ctx.sequences.allocate(self, beginning)
         self.sequence: Text = Text(ctx, seq_id, sampler, seed, inherited)
         self.ctx = ctx
-        self.parent: Branch | None = parent
         self._lock = ctx.lock
-        self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
-        self._serial = next(_serial)
-        if parent is not None:
-            parent._children.add(self)
+        super().__init__(parent)
 
     @classmethod
     def create(
@@ -232,13 +221,12 @@ class Branch:
     @property
     def children(self) -> list[Branch]:
         """The forks of this branch that are not pruned, oldest first."""
-        living = (child for child in self._children if not child.sequence.is_pruned)
-        return sorted(living, key=lambda child: child._serial)
+        return [child for child in super().children if not child.sequence.is_pruned]
 
     @property
     def fork_position(self) -> int:
         """Number of tokens shared with the parent when it was forked; 0 for a root."""
-        return self.sequence.fork_position
+        return self.sequence.at
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -366,36 +354,6 @@ class Branch:
                 model = self.ctx.model
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             self.sequence.read(token_list(text), report=on_prompt_progress)
-
-    @property
-    def is_in_thought(self) -> bool:
-        """Whether its text ends inside a thought, according to the tags of the model's chat template.
-
-        A fork of a branch inside a thought is inside that thought too.
-        """
-        model = self.ctx.model
-        if model.chat_template is None or model.turn_format.thought_end is None:
-            return False
-        return model.turn_format.is_in_thought(model.detokenize(self.tokens, special=True))
-
-    def end_thought(self, message: str = "") -> None:
-        """End the thought that the text is in. The answer follows, and a grammar starts there.
-
-        Args:
-            message: the last words of the thought, such as "I have thought enough."
-
-        Raises:
-            UsageError: the text is not inside a thought. CapacityError, DecodeError: the branch is as
-                before.
-        """
-        if not self.is_in_thought:
-            raise UsageError(
-                "the branch is not inside a thought",
-                hint="with most templates a prompt of chat_tokens(..., enable_thinking=True) begins one",
-            )
-        self.append(
-            [*self.ctx.model.tokenize(message, add_special=False), *closing(self.ctx.model)]
-        )
 
     def produce(self) -> Produced:
         """Return the next token without appending it; it depends on logits, settings, seed and position.
@@ -599,15 +557,12 @@ class Branch:
                     hint="detach() makes a child a root, prune_subtree() frees them all",
                 )
             self.sequence.release()
-            if self.parent is not None:
-                self.parent._children.discard(self)
 
     def prune_subtree(self) -> None:
         """Free the sequences of this branch and all its descendants."""
         with self._lock:
-            for child in self.children:
-                child.prune_subtree()
-            self.prune()
+            for branch in reversed(self.subtree()):
+                branch.prune()
 
     def promote(self) -> None:
         """Prune the parent and the siblings, and take the parent's place.
@@ -622,35 +577,20 @@ class Branch:
             for sibling in parent.children:
                 if sibling is not self:
                     sibling.prune_subtree()
-            self._move_below(parent.parent, parent.sequence.fork_position)
+            self.hang(parent.parent, parent.sequence.at)
             parent.prune()
 
     def detach(self) -> None:
         """Become a root. The parent stays, and no longer has this branch as a child."""
         with self._lock:
             self.sequence.check_usable()
-            self._move_below(None, 0)
+            self.hang(None)
 
-    def _move_below(self, parent: Branch | None, fork_position: int) -> None:
-        if self.parent is not None:
-            self.parent._children.discard(self)
-        self.parent, self.sequence.parent = parent, None if parent is None else parent.sequence
-        self.sequence.fork_position = fork_position
-        if parent is not None:
-            parent._children.add(self)
-
-    def leave_to_cache(self) -> None:
-        """Prune this branch; its K/V stays in the prefix cache, and its forks become roots.
-
-        For texts that may come back, such as turns of a chat; not for users.
-        """
-        with self._lock:
-            if self.sequence.is_pruned:
-                return
-            for child in self.children:
-                child.detach()
-            self.sequence.keep_cached(is_last=True)
-            self.prune()
+    def hang(self, parent: Branch | None, at: int = 0) -> None:
+        """Move this branch below another one, which begins with the same ``at`` tokens; not for users."""
+        super().hang(parent)
+        self.sequence.hang(None if parent is None else parent.sequence)
+        self.sequence.at = at
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the complete state, without children; see ``restore``.
@@ -698,10 +638,10 @@ class Branch:
     def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         text_context("ctx", ctx)
         with ctx.lock:
-            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            branch = cls.create(ctx, SamplingParams(temperature=0.0))
             try:
                 fill(branch.sequence, get(), trusted=trusted)
             except BaseException:
-                branch.sequence.release()
+                branch.prune()
                 raise
             return branch

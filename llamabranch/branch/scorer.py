@@ -18,8 +18,6 @@ from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["Show", "continuation", "log_likelihood", "perplexity", "read_alone", "score"]
-
 # Called with the number of a text, the index of one of its tokens, and the logits before that token,
 # which are valid until it returns.
 Show = Callable[[int, int, LogitsRow], None]
@@ -62,7 +60,7 @@ def log_likelihood(text: Text, since: str) -> float:
 
 def _surprisals(text: Text, since: str) -> list[float]:
     choice("since", since, ("fork", "prompt"))
-    start = text.fork_position if since == "fork" else 0
+    start = text.at if since == "fork" else 0
     positions = text.generated_positions(max(start, 1))  # nothing predicts the very first token
     surprisals = [text.surprisals[position - text.n_prompt] for position in positions]
     if any(map(math.isnan, surprisals)):
@@ -140,4 +138,4 @@ def _decode(
         for (number, i), row in zip(shown[n_before:], rows, strict=False):
             show(number, i, row)
 
-    batch.decode(ctx.decoder, read=read)
+    ctx.decoder.decode(batch, read=read)

@@ -6,7 +6,6 @@ A turn is one request, as in `Context.chat`. Its K/V stays in the context's pref
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,21 +13,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
+from ..agents.tools import text_of
 from ..arguments import whole
-from ..branch import Branch, Produced
+from ..branch import Produced
 from ..context.context import text_context
 from ..engine import Engine
 from ..engine.completion import Call
 from ..engine.context import Context
 from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
+from ..generation.text import Text
 from ..model import stop_strings
 from ..model.text import n_common
 from ..model.tools import ToolCall
-from ..native import forkable_lock
+from ..native.handle import forkable_lock, is_held
 from ..request.request import ChatOptions
 from ..request.result import Event
 from ..run.job import Job
-from ..sampling import SamplingParams, SamplingSettings
+from ..sampling import Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from ..speculative import SpeculativeConfig
@@ -38,8 +39,6 @@ from .saved import read_chat, write_chat
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-__all__ = ["Answer", "Chat"]
 
 # Fractions of the context that must be free: for an answer, and after turns were cut.
 _LEAST_ROOM, _MORE_ROOM = 8, 4
@@ -52,8 +51,8 @@ class Chat:
     tokens. In an exact context each answer has the text of a branch with the same prompt tokens,
     settings and seed; in other contexts rounding can change it.
 
-    A chat belongs to one thread at a time. A call that would change it while another thread uses it
-    raises BranchStateError and changes nothing.
+    A chat belongs to one thread at a time. A call that would change it while another thread uses it, or
+    while an answer calls a function of yours, raises BranchStateError and changes nothing.
 
     Args:
         ctx: the context that answers. The chat opens its prefix cache, even with ``prefix_cache=False``.
@@ -89,7 +88,7 @@ class Chat:
         self.current = 1
         self._lock = forkable_lock()
         self._system = system
-        self._heads: dict[int, Exchange | None] = {1: None}
+        self._heads = {1: Exchange(None, "")}  # the last exchange of each branch
         self._id = uuid4().hex  # a chat that is loaded keeps it
         self._answer: Answer | None = None
         self.engine = Engine(ctx, drafter, config, max_tokens=None)
@@ -111,21 +110,26 @@ class Chat:
         self.close()
 
     def close(self) -> None:
-        """End a running answer. Its K/V stays in the prefix cache until the cells are needed."""
+        """End a running answer, as its ``close`` does.
+
+        The K/V stays in the prefix cache until the cells are needed.
+        """
         with self.held():
-            self._end_answer()
+            if self._answer is not None:
+                self._answer.end()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Prevent other threads from changing the chat in the ``with`` block.
+        """Prevent all other calls from changing the chat in the ``with`` block.
 
         Raises:
-            BranchStateError: another thread is changing it.
+            BranchStateError: another thread is changing it, or a call that has called this one.
         """
-        if not self._lock.acquire(blocking=False):
+        is_ours = is_held(self._lock)
+        if is_ours or not self._lock.acquire(blocking=False):
+            who = "a call that has not returned" if is_ours else "another thread"
             raise BranchStateError(
-                "the chat is in use by another thread",
-                hint="a chat belongs to one thread at a time",
+                f"the chat is in use by {who}", hint="a chat belongs to one call at a time"
             )
         try:
             yield
@@ -135,8 +139,7 @@ class Chat:
     @property
     def exchanges(self) -> list[Exchange]:
         """The messages of the current branch with their answers, in order."""
-        head = self._heads[self.current]
-        return [] if head is None else head.path
+        return self._heads[self.current].path[1:]
 
     @property
     def messages(self) -> list[dict[str, object]]:
@@ -175,8 +178,7 @@ class Chat:
     @property
     def n_cut(self) -> int:
         """How many exchanges the last answer did not see, because the context was full."""
-        head = self._heads[self.current]
-        return 0 if head is None else head.n_cut
+        return self._heads[self.current].n_cut
 
     def tree(self) -> str:
         """Return a drawing of all branches: a line for each message and its answer."""
@@ -210,17 +212,15 @@ class Chat:
         with self.held():
             self._end_answer()
             head = self._heads[self.current]
-            n = 0 if head is None else len(head.calls)
+            n = len(head.calls)
             if not n or n != len(results):
                 raise UsageError(
                     f"the last answer calls {n} functions, and there are {len(results)} results"
                 )
             try:
-                texts = [
-                    r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in results
-                ]
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(f"a result is not JSON: {error}") from None
+                texts = [*map(text_of, results)]
+            except TypeError as error:
+                raise ConfigError(str(error)) from None
             return self._begin(self.current, Exchange(head, "", results=texts))
 
     def retry(self) -> Answer:
@@ -269,10 +269,9 @@ class Chat:
         self._heads, self.current = {**self._heads, number: question}, number
         return self._answer
 
-    def take_back(self, answer: Answer) -> None:
-        """Undo an answer that has no token. `Answer` calls this."""
-        if self._answer is answer:
-            self._heads, self.current = self._before
+    def take_back(self) -> None:
+        """Undo the last answer, which has no token. `Answer` calls this."""
+        self._heads, self.current = self._before
 
     def _plan(self, system: str | None, exchanges: Sequence[Exchange]) -> Call:
         params = self.sampling.replace(seed=exchanges[-1].seed)
@@ -289,8 +288,8 @@ class Chat:
 
         At least the exchanges that the last answer did not see are left out, because the rest is cached.
         """
-        path, size = question.path, self.ctx.n_ctx_seq
-        n_cut = 0 if question.parent is None else question.parent.n_cut
+        (_, *path), size = question.path, self.ctx.n_ctx_seq
+        n_cut = question.path[-2].n_cut
         limit = self.options.get("max_tokens")
         room = least = min(size // _LEAST_ROOM, size if limit is None else limit)
         while True:
@@ -320,25 +319,29 @@ class Chat:
         answered, tokens = replace(question, answer="x", n_tokens=1), _tokens(plan)
         n_next = last = len(tokens) - 1
         with suppress(LlamaBranchError):  # the template may refuse another turn
-            exchanges = [*question.path[question.n_cut : -1], answered, Exchange(answered, "x")]
+            path = question.path[1 + question.n_cut : -1]
+            exchanges = [*path, answered, Exchange(answered, "x")]
             n_next = min(last, n_common(tokens, _tokens(self._plan(self.system, exchanges))))
         progress, stats = self.options.get("on_prompt_progress"), self.stats
-        branch = Branch.create(self.ctx, beginning=tokens[:last])
-        try:
-            n = branch.sequence.take_prompt(tokens[:last])
-            for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
-                if part:
-                    branch.prefill(part, on_prompt_progress=progress)
-        finally:
-            branch.leave_to_cache()
+        sampler = Sampler(self.ctx.model, self.sampling)
+        with self.ctx.lock:
+            text = Text(self.ctx, None, sampler, 0, beginning=tokens[:last])
+            try:
+                n = text.take_cached(tokens[:last])
+                for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
+                    if part:
+                        text.read(part, as_prompt=True, report=progress)
+            finally:
+                text.keep_cached(is_last=True)
+                text.release()
         stats.prompt_tokens += last - n
         stats.cached_prompt_tokens -= last - n
 
     def _end_answer(self) -> None:
         """End a running answer. Its message stays, and so does the text so far."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.close()
+        if self._answer is not None:
+            self._answer.end(keeps_message=True)
+            self._answer = None
 
     # -- branches ----------------------------------------------------------------------------------
 
@@ -351,7 +354,7 @@ class Chat:
         with self.held():
             self._end_answer()
             last = self._exchange(len(self.exchanges))
-            self._heads[self.current] = last.parent
+            self._heads[self.current] = last.path[-2]
             return last.user
 
     def fork(self) -> int:
@@ -477,14 +480,17 @@ class Answer:
 
     def __next__(self) -> Produced:
         with self._chat.held():
-            self._is_begun = True
-            try:
-                while (token := self._note(next(self._events))) is None:
-                    pass
-            except BaseException:  # StopIteration too
-                self.close()
-                raise
-            return token
+            return self._next()
+
+    def _next(self) -> Produced:
+        self._is_begun = True
+        try:
+            while (token := self._note(next(self._events))) is None:
+                pass
+        except BaseException:  # StopIteration too
+            self.end()
+            raise
+        return token
 
     def _note(self, event: Event) -> Produced | None:
         """Write an event into the conversation; return its token."""
@@ -507,9 +513,9 @@ class Answer:
 
     def finish(self) -> Answer:
         """Run to the end; return itself."""
-        with self._chat.held():
-            for _ in self:
-                pass
+        with self._chat.held(), suppress(StopIteration):
+            while True:
+                self._next()
         return self
 
     def close(self) -> None:
@@ -518,22 +524,23 @@ class Answer:
         A second call does nothing.
         """
         with self._chat.held():
-            if self._has_ended:
-                return
-            state = inspect.getgeneratorstate(self._events)
-            if state == inspect.GEN_RUNNING:
-                raise BranchStateError(
-                    "the answer is being generated",
-                    hint="it can be ended between two of its tokens",
-                )
-            self._is_begun = self._has_ended = True
-            if state == inspect.GEN_SUSPENDED and not self._chat.ctx.closed:
+            self.end()
+
+    def end(self, *, keeps_message: bool = False) -> None:
+        """End it in a call that holds the chat. ``keeps_message``: even without text."""
+        if self._has_ended:
+            return
+        is_running = inspect.getgeneratorstate(self._events) == inspect.GEN_SUSPENDED
+        self._is_begun = self._has_ended = True
+        try:
+            if is_running and not self._chat.ctx.closed:
                 self._chat.client.abort_all()
                 for event in self._events:
                     self._note(event)
+        finally:
+            if not (keeps_message or self.exchange.is_answered):
+                self._chat.take_back()
             self._events.close()
-            if not self.exchange.is_answered:
-                self._chat.take_back(self)
 
 
 def _text(text: object) -> str:

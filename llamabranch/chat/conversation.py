@@ -1,23 +1,27 @@
-"""A conversation as a tree of exchanges (a message and its answer); a branch is its last exchange."""
+"""A conversation as a tree of exchanges (a message and its answer); a branch is its last exchange.
+
+The root is an exchange without a message.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..model.tools import ToolCall, openai_call
-
-__all__ = ["Branches", "Exchange", "drawn", "exchanges_of", "messages_of"]
+from ..model import Turn
+from ..model.tools import ToolCall
+from ..model.tree import TextNode
+from ..request.openai import answer_message
 
 _LONGEST = 60  # characters of a message and its answer in a drawing
 
 
 @dataclass(eq=False)
-class Exchange:
+class Exchange(TextNode):
     """A message of the user and the answer to it.
 
     Attributes:
-        parent: the exchange before it, None for the first.
+        parent: the exchange before it.
         user: the message.
         answer: the text of the answer; only a part while it is generated, or if it was interrupted.
         seed: the seed of its draws.
@@ -47,66 +51,53 @@ class Exchange:
         return self.n_tokens > 0 or self.finish_reason is not None
 
     @property
-    def path(self) -> list[Exchange]:
-        """All exchanges from the first to this one."""
-        exchanges: list[Exchange] = []
-        at: Exchange | None = self
-        while at is not None:
-            exchanges.append(at)
-            at = at.parent
-        return exchanges[::-1]
+    def messages(self) -> list[dict[str, object]]:
+        """Its messages for a chat template."""
+        messages: list[dict[str, object]] = [{"role": "user", "content": self.user}]
+        if self.results and self.parent is not None:
+            messages = [
+                {"role": "tool", "tool_call_id": call.id, "content": result}
+                for call, result in zip(self.parent.calls, self.results, strict=False)
+            ]
+        if self.is_answered:
+            answer = answer_message(Turn(self.thought, self.answer, self.calls))
+            messages.append({**answer, "content": self.answer})
+        return messages
 
 
-Branches = Mapping[int, Exchange | None]  # the last exchange of each branch, by its number
+Branches = Mapping[int, Exchange]  # the last exchange of each branch, by its number
 
 
 def messages_of(system: str | None, exchanges: Iterable[Exchange]) -> list[dict[str, object]]:
     """Return messages for a chat template."""
-    messages: list[dict[str, object]] = []
-    if system is not None:
-        messages.append({"role": "system", "content": system})
-    for exchange in exchanges:
-        if exchange.results:
-            called = [] if exchange.parent is None else exchange.parent.calls
-            messages += [
-                {"role": "tool", "tool_call_id": call.id, "content": result}
-                for call, result in zip(called, exchange.results, strict=False)
-            ]
-        else:
-            messages.append({"role": "user", "content": exchange.user})
-        if exchange.is_answered:
-            calls = [openai_call(call) for call in exchange.calls]
-            more = {"reasoning_content": exchange.thought, "tool_calls": calls}
-            answer: dict[str, object] = {"role": "assistant", "content": exchange.answer}
-            messages.append({**answer, **{key: value for key, value in more.items() if value}})
-    return messages
+    first: list[dict[str, object]] = [{"role": "system", "content": system}]
+    return [
+        *(first if system is not None else ()),
+        *(message for exchange in exchanges for message in exchange.messages),
+    ]
 
 
 def exchanges_of(branches: Branches) -> list[Exchange]:
-    """Return every exchange of the branches once, parents first."""
-    heads = [head for head in branches.values() if head is not None]
-    return list(dict.fromkeys(exchange for head in heads for exchange in head.path))
+    """Return every exchange of the branches once, the root first, each before those after it."""
+    known = {exchange: None for head in branches.values() for exchange in head.path}
+    return [exchange for exchange in next(iter(known)).subtree() if exchange in known]
 
 
 def drawn(branches: Branches, current: int) -> str:
     """Return a drawing of the tree of all branches."""
-    children: dict[Exchange | None, list[Exchange]] = {}
-    for exchange in exchanges_of(branches):
-        children.setdefault(exchange.parent, []).append(exchange)
-    rows: list[str] = []
-    waiting: list[tuple[Exchange | None, str, str]] = [(None, "", "")]
-    while waiting:
-        at, branch, indent = waiting.pop()
-        heads = [] if at is None else [f"{at.n_tokens} tokens"]
+    exchanges, rows = exchanges_of(branches), list[str]()
+    last = {exchange.parent: exchange for exchange in exchanges}  # of those with the same parent
+    for exchange in exchanges:
+        text, half = f"{exchange.user} > {exchange.answer}", _LONGEST // 2
+        notes = [f"{exchange.n_tokens} tokens"]
+        if exchange.parent is None:
+            text, notes = "the beginning", []
         for number, head in branches.items():
-            if head is at:
-                heads.append(f"branch {number}" + " (current)" * (number == current))
-        text, half = "the beginning" if at is None else f"{at.user} > {at.answer}", _LONGEST // 2
+            if head is exchange:
+                notes.append(f"branch {number}" + " (current)" * (number == current))
         text = text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
-        rows.append(f"{branch}{text!r}  {', '.join(heads)}".rstrip())
-        for i, child in enumerate(reversed(children.get(at, ()))):  # the first is drawn first
-            ends = i == 0
-            waiting.append(
-                (child, indent + ("└─ " if ends else "├─ "), indent + ("   " if ends else "│  "))
-            )
+        indent = ["   " if last[up.parent] is up else "│  " for up in exchange.path[1:]]
+        if indent:
+            indent[-1] = "└─ " if last[exchange.parent] is exchange else "├─ "
+        rows.append(f"{''.join(indent)}{text!r}  {', '.join(notes)}".rstrip())
     return "\n".join(rows)

@@ -17,8 +17,6 @@ from ..model import Model
 from ..sampling import SamplingParams
 from .conversation import Branches, Exchange, exchanges_of
 
-__all__ = ["SavedChat", "read_chat", "saved_model", "write_chat"]
-
 _VERSION = 2
 
 
@@ -43,13 +41,13 @@ class SavedChat(Struct):
     current: int
     version: int = 0
 
-    def linked(self) -> dict[int, Exchange | None]:
+    def linked(self) -> dict[int, Exchange]:
         """Return the last exchange of each branch.
 
         Raises:
             ValueError, KeyError: an index does not belong to an earlier exchange, or to a branch.
         """
-        linked: dict[int | None, Exchange | None] = {None: None}
+        linked: dict[int | None, Exchange] = {None: Exchange(None, "")}
         for exchange, parent in zip(self.exchanges, self.parents, strict=True):
             linked[len(linked) - 1] = replace(exchange, parent=linked[parent])
         if self.current not in self.branches:
@@ -73,7 +71,7 @@ def write_chat(
     Raises:
         SnapshotError: it cannot be written, or the file is something else than this chat.
     """
-    path, exchanges = path_of(file), exchanges_of(branches)
+    path, (_, *exchanges) = path_of(file), exchanges_of(branches)
     place: dict[Exchange | None, int] = {exchange: i for i, exchange in enumerate(exchanges)}
     about = SavedChat(
         name,

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.speed import Speeds, fastest, measure
-from llamabranch.bench.timing import Spread
+from llamabranch.bench.speed import Speeds, Spread, fastest, measure
 from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
 from . import options as opt

@@ -132,9 +132,8 @@ class ChatSession:
                 # An interrupt that has met no decode must not stop the next one.
                 for context in contexts:
                     context.resume()
-                if answer is not None:
-                    answer.close()
-        if answer is None or (interrupts.requested and not answer.tokens):
+                chat.close()  # an answer that has just begun, too
+        if answer is None or not answer.exchange.is_answered:
             console.note("interrupted: the message was removed")
         else:
             console.write("\n")

@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 import llamabranch as lb
 from llamabranch import Engine, Request, Result
-from llamabranch.bench.timing import Series, Spread, Stopped, Timing, interleave
 
 from .console import Console, cell, number
 from .interrupts import InterruptHandler
 
-MOST_PAIRS = 9  # with fewer pairs a single outlier would widen the 95 % interval
+MOST_PAIRS = 9  # with fewer, a single outlier would widen the 95 % interval of the speed-up
+_PAUSE_S = 0.01  # between two runs, because the first one's threads still spin for a while
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftComparison:
     """A comparison of decoding with and without drafts, for the same requests and seed.
 
     Attributes:
-        drafted, plain: the timed runs with and without drafts.
-        results, plain_results: the texts of the first run with and without drafts.
+        drafted, plain: tokens a second of each pair of runs, with and without drafts.
+        results, plain_results: the texts of the last run with and without drafts.
     """
 
-    drafted: Series
-    plain: Series
-    results: Sequence[Result]
-    plain_results: Sequence[Result]
+    drafted: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    results: Sequence[Result] = ()
+    plain_results: Sequence[Result] = ()
 
     @property
     def speed_up(self) -> float:
         """The median speed with drafts divided by that without; nan if no token was generated."""
-        return self.drafted.rate.median / self.plain.rate.median
+        return median(self.drafted) / median(self.plain)
 
     @property
-    def range(self) -> Spread:
-        """The 95 % interval of the speed-up; with fewer than 6 pairs of runs, the range."""
-        interval = self.drafted.interval(self.plain)
-        return interval if interval.n >= 6 else self.drafted.ratio(self.plain)
+    def range(self) -> tuple[float, float]:
+        """The 95 % interval of the speed-up, by the sign test: the range, without the ends of 9 pairs.
+
+        With fewer than 6 pairs the range covers the median less often.
+        """
+        ratios = sorted(a / b for a, b in zip(self.drafted, self.plain, strict=True))
+        n_outside = len(ratios) // 9
+        return ratios[n_outside], ratios[-1 - n_outside]
 
     @property
     def parting(self) -> int | None:
@@ -71,7 +76,7 @@ def report(
         "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
         "decodes_of_target": stats.target_forward_passes,
         "decodes_of_draft": stats.draft_forward_passes,
-        "tokens_a_second": stats.tokens_per_s if compared is None else compared.drafted.rate.median,
+        "tokens_a_second": stats.tokens_per_s if compared is None else median(compared.drafted),
     }
     rows = {name.replace("_", " "): cell(value) for name, value in figures.items()}
     if drafted:
@@ -79,8 +84,8 @@ def report(
     rows["tokens a pass"] = number(figures["tokens_a_pass"], 2)
     rows["tokens a second"] = number(figures["tokens_a_second"], 1)
     if compared is not None:
-        ratio, low, high = compared.speed_up, compared.range.low, compared.range.high
-        plain, parting = compared.plain.rate.median, compared.parting
+        ratio, (low, high) = compared.speed_up, compared.range
+        plain, parting = median(compared.plain), compared.parting
         figures |= {
             "plain_tokens_a_second": plain,
             "speed_up": ratio,
@@ -106,26 +111,30 @@ def compare(
     budget_s: float = 60.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> DraftComparison | None:
-    """Time decoding with and without drafts; return None if interrupted. The caller warms up.
+    """Time decoding with and without drafts, in turns; return None if interrupted. The caller warms up.
 
-    There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds.
+    There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds of them.
     """
-    results: dict[Engine, Sequence[Result]] = {}
-
-    def work(engine: Engine, _: int) -> Timing:
-        if interrupts.requested:
-            raise Stopped
-        before = engine.stats.elapsed_s
-        texts = engine.generate(requests)
-        results.setdefault(engine, texts)
-        n_tokens = sum(len(result.tokens) for result in texts)
-        return Timing(n_tokens, engine.stats.elapsed_s - before)
-
-    timings = interleave(
-        {"drafted": lambda _: partial(work, drafting), "plain": lambda _: partial(work, plain)},
-        n_runs=MOST_PAIRS, n_items=1, budget_s=budget_s,
-        progress=lambda text: progress(text and f"comparing: {text.partition(',')[0]}"),
-    )  # fmt: skip
-    if interrupts.requested or not timings["plain"].runs:
-        return None
-    return DraftComparison(timings["drafted"], timings["plain"], results[drafting], results[plain])
+    compared, spent_s = DraftComparison(), 0.0
+    while len(compared.plain) < MOST_PAIRS and spent_s < budget_s:
+        progress(f"comparing: run {len(compared.plain) + 1} of {MOST_PAIRS}")
+        runs: dict[Engine, tuple[float, list[Result]]] = {}
+        for engine in (drafting, plain)[:: 1 if len(compared.plain) % 2 == 0 else -1]:
+            time.sleep(_PAUSE_S)
+            before = engine.stats.elapsed_s
+            try:
+                results = engine.generate(requests)
+            except lb.DecodeInterruptedError:
+                if not interrupts.requested:
+                    raise
+            if interrupts.requested:
+                return None
+            seconds = engine.stats.elapsed_s - before
+            spent_s += seconds
+            n_tokens = sum(len(result.tokens) for result in results)
+            runs[engine] = (n_tokens / seconds if n_tokens and seconds > 0 else math.nan, results)
+        for rates, engine in ((compared.drafted, drafting), (compared.plain, plain)):
+            rates.append(runs[engine][0])
+        compared.results, compared.plain_results = runs[drafting][1], runs[plain][1]
+    progress("")
+    return compared

@@ -11,13 +11,11 @@ from typing import cast
 
 from ..errors import CapacityError
 from ..model.text import n_common
-from ..native import forkable_lock
+from ..native.handle import forkable_lock
 from ..sampling import SamplingParams
 from .drafter import NO_STATE, Drafter, DraftState, FixedLength, propose
 from .text import Text
 from .verify import Rule, rule_name
-
-__all__ = ["Beginning", "DraftStates"]
 
 
 class DraftStates:
@@ -98,8 +96,8 @@ class DraftStates:
 
     def _make(self, text: Text, rule: Rule) -> DraftState:
         """Return a fork of the nearest state among the text and its ancestors, or a new state."""
-        relative: Text | None = text  # a text whose seed or settings changed forks its own state
-        while relative is not None:
+        # A text whose seed or settings changed forks its own state.
+        for relative in text.ancestors():
             kept = self._use(relative, text, rule)
             if kept is not None:
                 try:
@@ -112,7 +110,6 @@ class DraftStates:
                         is_kept = relative.draft_state is kept
                     if not is_kept:  # another thread removed or replaced it meanwhile
                         kept.state.close()
-            relative = relative.parent
         return self._drafter.start(text, rule_name(rule))
 
     def forget(self, text: Text) -> None:

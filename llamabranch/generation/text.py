@@ -24,14 +24,13 @@ from ..context.progress import OnPromptProgress, reading
 from ..context.runner import Batch, decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
+from ..model.tree import TextNode
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintState
 from .output import Produced
 
-__all__ = ["Text"]
 
-
-class Text:
+class Text(TextNode):
     """A sequence id with its tokens, sampler and logits.
 
     Args:
@@ -51,7 +50,7 @@ class Text:
         n_prompt: how many of them were prefilled, not generated.
         appended: (start, end) of each later run of tokens that was read, not generated; ascending.
         surprisals: -log p of the tokens after the prompt, nats; NaN where it was not computed.
-        fork_position: how many tokens it shared with the parent when it was forked.
+        parent, at: the text that it was forked from, and how many tokens it shares with that.
         finish_reason: why the last generation ended, see `OutputBuffer`; None before the first one
             and after a change of the text.
         is_pruned: True once the sequence id was returned.
@@ -80,12 +79,12 @@ class Text:
         self.seq_id = seq_id
         self.ctx = ctx
         self.lock = ctx.lock
+        super().__init__(parent)
+        self.at = 0 if parent is None else len(parent.tokens)
         self.sampler = sampler
-        self.parent = parent
         self.n_prompt = 0
         self.appended: list[tuple[int, int]] = []
         self.surprisals: list[float] = []
-        self.fork_position = 0
         self.finish_reason: str | None = None
         self.is_pruned = False
         self.row: LogitsRow | None = None
@@ -103,7 +102,6 @@ class Text:
         self._is_generating = False
         self._reader = 0  # the thread that reads a prompt into it
         if parent is not None:
-            self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
             self.n_prompt = parent.n_prompt
             self.appended += parent.appended
@@ -224,7 +222,7 @@ class Text:
         with self.lock:
             if position < len(self.tokens):
                 self.forget(self._cache.cut(self.seq_id, position))
-                self.fork_position = min(self.fork_position, len(self.tokens))
+                self.at = min(self.at, len(self.tokens))
             sampler.accept_prompt(self.tokens)
             self.n_prompt, self.appended, self.surprisals = len(self.tokens), [], []
             self._incomplete = b""
@@ -317,7 +315,7 @@ class Text:
         if self._cache.next_position(self.seq_id) != n:
             self.truncate(n)
         sampler = self.sampler if draws_next else None
-        row = self._decoder.advance(self.seq_id, self.tokens[n], self.row, sampler, self._seed)
+        row = self._decoder.advance(self.seq_id, self.tokens[n], sampler, self._seed)
         self.set_row(row)
         return row
 
@@ -328,11 +326,11 @@ class Text:
         old, self.row = self.row, row
         if old is not None:
             old.users -= 1
+            if old.seq_id == self.seq_id:
+                old.seq_id = -1
+        if row is not None and row.seq_id < 0:  # a fork may have it too
+            row.seq_id = self.seq_id
         self._produced = None
-
-    def expiring_rows(self) -> tuple[LogitsRow, ...]:
-        """Return the rows that need not survive the next decode, because it replaces them."""
-        return () if self.row is None else (self.row,)
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -418,8 +416,8 @@ class Text:
 
         If that fails, the cache is as before. ``report`` is called after each decode.
         """
-        expiring, on_read = self.expiring_rows(), reading(report, len(self.tokens), len(tokens))
-        return decode_run(self._decoder, tokens, self.seq_id, "last", expiring, on_read)[-1]
+        on_read = reading(report, len(self.tokens), len(tokens))
+        return decode_run(self._decoder, tokens, self.seq_id, "last", on_read)[-1]
 
     def read(
         self,
@@ -528,7 +526,7 @@ class Text:
         """
         surprisal = self.check_commit(token)
         sampler = self.sampler if draws_next else None
-        row = self._decoder.advance(self.seq_id, token, self.row, sampler, self._seed)
+        row = self._decoder.advance(self.seq_id, token, sampler, self._seed)
         self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
@@ -587,7 +585,7 @@ class Text:
 
         batch = Batch()
         batch.add(self.seq_id, tokens, "all")
-        batch.decode(self._decoder, read=read)
+        self._decoder.decode(batch, read=read)
         with self.undone_on_error():
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)
@@ -624,7 +622,7 @@ class Text:
             self.settle()
             known = self.row
             if len(tokens) == 1 and known is not None and known.is_valid:
-                row = self._decoder.advance(self.seq_id, tokens[0], known)
+                row = self._decoder.advance(self.seq_id, tokens[0])
             else:
                 row = self.decode_run(tokens)
             self.append_unscored(tokens, row)
@@ -655,25 +653,6 @@ class Text:
                 if n > n_prompt:
                     self.append_unscored(tokens[n_prompt:n], None)
             return n
-
-    def take_prompt(self, tokens: Sequence[int]) -> int:
-        """Begin this empty sequence with a prompt, as far as the prefix cache has it.
-
-        The last token is left to decode, unless the logits after it are cached too. Return how many
-        tokens the sequence begins with.
-        """
-        prefixes, row = self.ctx.prefix_cache, None
-        with self.lock:
-            if prefixes is not None and not self.n_cached:
-                row = prefixes.take_whole(self.seq_id, tokens)
-            elif self.n_cached == len(tokens):
-                row = self._cache.row(self.seq_id)
-                if row is None:
-                    self._cache.cut(self.seq_id, len(tokens) - 1)
-            if row is None:
-                return self.take_cached(tokens[:-1])
-            self.append_prompt(tokens, LogitsRow(row))
-            return len(tokens)
 
     def keep_cached(self, *, is_last: bool = False) -> None:
         """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
@@ -750,7 +729,7 @@ class Text:
         row = self._cache.row(self.seq_id) if is_there else None
         if row is not None:
             self.set_row(LogitsRow(row))
-        self.fork_position = min(self.fork_position, position)
+        self.at = min(self.at, position)
 
     def keep(self, n: int) -> None:
         """Leave at most the first ``n`` tokens; takes the lock."""

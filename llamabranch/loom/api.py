@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[Loom, Request], Awaitable[Response]]
 
-__all__ = ["front_of"]
-
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
@@ -122,8 +120,8 @@ def _places(
     ``at`` and ``last`` are the first and the last token of the match, as positions in the whole text.
     """
     # A match may begin in the text before the node. A character there has at most four tokens.
-    start = max(0, node.made.at - 4 * n_wanted)
-    before = [t for o, a, b in node.stretches(start, node.made.at) for t in o.ids[a:b]]
+    start = max(0, node.at - 4 * n_wanted)
+    before = [t for o, a, b in node.stretches(start, node.at) for t in o.ids[a:b]]
     n_before = len(document.bytes_of(before))
     data = document.bytes_of([*before, *node.ids])
     text = data.decode("utf-8", "surrogateescape")  # an invalid byte becomes one character

@@ -18,12 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from ..model import Model
 from ..model.model import token_piece
-
-__all__ = [
-    "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "Made",
-    "Mode", "Node", "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Turn", "Undo", "decoded",
-    "short", "turn_columns",
-]  # fmt: skip
+from ..model.tree import TextNode
 
 Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
@@ -163,8 +158,8 @@ AnyRecord = Head | Made | Tokens | Pieces | Ended | Kept | Change | Bar | Undo
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """A text: the first ``made.at`` tokens of its parent's text, then its own tokens."""
+class Node(TextNode):
+    """A text: the first ``at`` tokens of its parent's text, then its own tokens."""
 
     made: Made
     parent: Node | None
@@ -188,9 +183,14 @@ class Node:
         return self.made.id
 
     @property
+    def at(self) -> int:
+        """How many tokens of its parent's text it begins with."""
+        return self.made.at
+
+    @property
     def end(self) -> int:
         """How many tokens its text has."""
-        return self.made.at + len(self.ids)
+        return self.at + len(self.ids)
 
     @property
     def reason(self) -> str | None:
@@ -208,13 +208,13 @@ class Node:
 
     def stretches(self, start: int = 0, end: int | None = None) -> list[tuple[Node, int, int]]:
         """Return the nodes that own the tokens from ``start`` to ``end``, with ranges of own tokens."""
-        stretches, node, end = [], self, self.end if end is None else min(end, self.end)
-        owner: Node | None = node
-        while owner is not None and end > start:
-            at = owner.made.at
-            if end > at:
-                stretches.append((owner, max(0, start - at), end - at))
-            owner, end = owner.parent, min(end, at)
+        stretches, end = [], self.end if end is None else min(end, self.end)
+        for owner in self.ancestors():
+            if end > max(owner.at, start):
+                stretches.append((owner, max(0, start - owner.at), end - owner.at))
+            end = min(end, owner.at)
+            if end <= start:
+                break
         return stretches[::-1]
 
     def tokens(self, end: int | None = None) -> list[int]:
@@ -382,7 +382,7 @@ class Document:
         """
         turns: list[Turn] = []
         for owner, _, b in node.stretches(0, end):
-            own = [turn for turn in owner.made.turns if turn.at < owner.made.at + b]
+            own = [turn for turn in owner.made.turns if turn.at < owner.at + b]
             if own:
                 turns = [turn for turn in turns if turn.at < own[0].at] + own
         n = node.end if end is None else end
@@ -437,7 +437,7 @@ class Document:
         """Return own tokens of a node from ``a`` to ``b``."""
         cut, pieces = slice(a, b), self.pieces
         columns: dict[str, object] = {n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk")}
-        columns |= {"node": node.id, "at": node.made.at + a, "src": "".join(node.src[cut])}
+        columns |= {"node": node.id, "at": node.at + a, "src": "".join(node.src[cut])}
         columns["text"] = [pieces[token] for token in node.ids[cut]]
         if top:
             tops = map(decoded, node.top[cut])

@@ -24,8 +24,6 @@ from . import page
 from .document import AnyRecord, Document, Made, Node, Tokens, decoded
 from .journal import replay
 
-__all__ = ["Item", "export", "items_of", "read"]
-
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
 _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9+/=\s]*)</script>')
@@ -65,21 +63,17 @@ def items_of(document: Document) -> list[Item]:
     for node in document.shown():
         if node.deleted or not (node.parent is None or node.parent in cuts):
             continue
-        owner = node.parent if node.made.at else None
-        while owner is not None and owner.parent is not None and node.made.at <= owner.made.at:
-            owner = owner.parent
-        owners[node] = owner
-        cuts[node] = {len(node.ids)}
-        if owner is not None:
-            cuts[owner].add(node.made.at - owner.made.at)
+        owners[node], cuts[node] = None, {len(node.ids)}
+        for above, _, end in node.stretches(node.at - 1, node.at) if node.at else ():
+            owners[node] = above
+            cuts[above].add(end)
     items: list[Item] = []
     ending: dict[tuple[Node, int], int] = {}
     for node, owner in owners.items():
-        record = node.made
-        a, parent = 0, -1 if owner is None else ending[owner, record.at - owner.made.at]
+        a, parent = 0, -1 if owner is None else ending[owner, node.at - owner.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
-            item = Item(text, parent, record.by)
+            item = Item(text, parent, node.made.by)
             if b == len(node.ids):
                 item.bookmark, item.note = node.bookmark, node.note
             a, parent = b, len(items)

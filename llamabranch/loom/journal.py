@@ -18,8 +18,6 @@ import msgspec
 from ..errors import ConfigError
 from .document import AnyRecord, Document, Head, Record
 
-__all__ = ["Journal", "replay"]
-
 _read = msgspec.json.Decoder(AnyRecord).decode
 _BAD = (msgspec.MsgspecError, LookupError, ValueError, RecursionError)
 

@@ -23,7 +23,7 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
-from ..native import available_cores
+from ..native.library import available_cores
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
@@ -31,8 +31,6 @@ from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
 from .turns import answers
-
-__all__ = ["MOST_TOP", "Live", "PageJob", "Work", "leaves_cores"]
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
@@ -299,9 +297,8 @@ class Live:
             if node.made.seed is not None and node.ended is None:
                 self.add(Ended(id=node.id, reason="stopped" if job.is_stopped else "error"))
         # A node that was stopped before its first token is dropped.
-        parents = {node.parent for node in self.document.nodes.values()}
         cut = job.nodes if job.state != "done" else ()
-        empty = [node for node in cut if not node.ids and node not in parents]
+        empty = [node for node in cut if not node.ids and not node.children]
         self.add(*(Change(id=node.id, name="hidden") for node in empty))
         self.journal.write()
         self.send_nodes(*job.nodes)
@@ -446,10 +443,10 @@ class Live:
     async def score(self, job: PageJob, node: Node) -> None:
         """Score the tokens of a node's text that have no log-probability yet."""
         unknown = {
-            owner.made.at + i: (owner, i)
+            owner.at + i: (owner, i)
             for owner, a, b in node.stretches()
             for i in range(a, b)
-            if owner.lp[i] is None and owner.made.at + i
+            if owner.lp[i] is None and owner.at + i
         }
         if not unknown or job.is_stopped:
             return

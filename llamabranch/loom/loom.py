@@ -37,8 +37,6 @@ from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import Guard
 from .turns import chat_fields, thinking_at
 
-__all__ = ["Do", "Loom", "text_grammar"]
-
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 

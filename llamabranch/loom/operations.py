@@ -15,8 +15,6 @@ from .live import PageJob
 from .loom import Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, messages_of, write
 
-__all__ = ["Operations"]
-
 _MOST_ANSWERS = 1000
 Answer = dict[str, object]
 

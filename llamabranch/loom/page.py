@@ -20,8 +20,6 @@ from ..serve.security import sends_key
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-__all__ = ["Guard", "html_file", "static_file"]
-
 _APP = files(__package__) / "app"
 _KINDS = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
 _LINK_S = 300.0

@@ -21,11 +21,6 @@ from ..model.tools import Tools, conversation
 from ..request.openai import answer_message
 from .document import Document, Made, Node, Turn
 
-__all__ = [
-    "Part", "Talk", "Written", "answers", "beginning", "chat_fields", "messages_of", "thinking_at",
-    "write",
-]  # fmt: skip
-
 _CONTROL = b"\xff"  # before the id of a control token: UTF-8 has no such byte
 
 
@@ -92,7 +87,7 @@ def answers(document: Document, model: Model, node: Node) -> list[tuple[int, lis
     parts_of_answers: list[tuple[int, list[Part]]] = []
     turns = document.turns(node) if model.chat_template is not None else []
     for turn in turns:
-        if turn.role != "assistant" or not max(node.made.at, turn.begin) < (turn.end or 0):
+        if turn.role != "assistant" or not max(node.at, turn.begin) < (turn.end or 0):
             continue
         parts_of_answers.append((turn.begin, _parts(document, model, node, turn)))
     return parts_of_answers

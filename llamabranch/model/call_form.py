@@ -12,11 +12,6 @@ from typing import NamedTuple
 
 from .shape import pointed
 
-__all__ = [
-    "ArgumentTags", "Around", "CallForm", "Cursor", "Incomplete", "Known", "Mismatch", "Part", "Slot",
-    "ToolCall", "Values", "is_text_schema", "json_end",
-]  # fmt: skip
-
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")

@@ -10,8 +10,6 @@ from ..arguments import nearest, placed
 from ..errors import ConfigError, UnsupportedError
 from .text import TokenIds
 
-__all__ = ["Message", "Prompt", "chat_messages", "check_roles", "is_chat", "plain_messages"]
-
 Message = Mapping[str, object] | tuple[str, str]
 # Keys that a built-in template does not write, or that are not part of the text.
 _LEFT_OUT = {

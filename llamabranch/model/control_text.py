@@ -22,8 +22,6 @@ from typing import TypeVar, cast
 from ..errors import ConfigError
 from .text import n_common
 
-__all__ = ["ControlText", "StandIns"]
-
 Given = TypeVar("Given")
 StandIns = Mapping[int, str]  # the original of each stand-in, for `str.translate`
 

@@ -12,8 +12,6 @@ from typing import cast
 
 from ..errors import ConfigError, told
 
-__all__ = ["function_tool", "type_schemas"]
-
 _Field = tuple[object, object]  # annotation, default
 _Schema = dict[str, object]
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)

@@ -12,8 +12,6 @@ from ..errors import ConfigError
 from .call_form import ToolCall
 from .turn_format import TurnFormat, call_id
 
-__all__ = ["written_history"]
-
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 

@@ -11,17 +11,6 @@ from ..native import staging
 from ..native.gguf_check import rotation_fault
 from ..native.gguf_reader import Header, read_header
 
-__all__ = [
-    "FILES_OF_HEADS",
-    "VocabularyReport",
-    "compare",
-    "head_kind",
-    "is_head_only",
-    "why_no_eagle",
-    "why_no_mtp",
-]
-
-
 FILES_OF_HEADS = ("eagle3", "mtp-only")  # the kinds of files that are not models by themselves
 
 

@@ -6,8 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 
-__all__ = ["asking", "pointed", "shape_of"]
-
 _MOST = 4000  # characters
 _MOST_PARTS = 1000  # in one attempt
 _MOST_VALUES = 30  # of an enum

@@ -12,16 +12,6 @@ import numpy.typing as npt
 from ..arguments import plain_int
 from ..errors import ConfigError, TokenizeError
 
-__all__ = [
-    "NO_TOKEN",
-    "StopStrings",
-    "TokenIds",
-    "decode_utf8",
-    "n_common",
-    "stop_strings",
-    "token_list",
-]
-
 # Accepted as token ids; NumPy integers and arrays of them, too.
 TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
 

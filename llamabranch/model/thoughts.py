@@ -12,11 +12,6 @@ from .turn_format import TurnFormat
 if TYPE_CHECKING:
     from .model import Model
 
-__all__ = [
-    "PROMPT_END", "Thinking", "ThinkingChoice", "answer_in", "closing", "plan_thinking",
-    "thinking_budget", "thinking_variables",
-]  # fmt: skip
-
 ThinkingChoice = bool | int | None
 
 PROMPT_END = 128  # tokens at the end of a prompt that show whether it ends inside a thought
@@ -125,20 +120,15 @@ def plan_thinking(
     marks = [end, form.content_start.strip()] if begun else [end]
     is_over = not is_open and any(mark and mark in form.begun_turn(text) for mark in marks)
     opening = form.thought_open if end not in form.thought_open else start
-    close = form.thought_close if end in form.thought_close else end
-    space = close[close.rfind(end) + len(end) :]
-    # Text after the tag may belong to the header; with calls, the model writes the header.
-    follows_tag = form.header.startswith(end) and not has_calls
-    header_rest = form.header[len(end) :] if follows_tag else ""
-    head = "" if has_calls else form.content_start
+    close, head = form.closing(has_calls=has_calls), "" if has_calls else form.content_start
     thought = Thinking(
         start=start.strip(),
         end=end.strip(),
         is_open=True,
         budget=budget,
         ending=ending,
-        close=close + header_rest + head,
-        tail=space + header_rest + head,
+        close=close,
+        tail=close.partition(end)[2],
         head=head,
         is_shared=shares,
         insists=not has_calls,
@@ -149,11 +139,10 @@ def plan_thinking(
         return prompt, replace(thought, is_open=is_open)
     if budget == 0:
         if is_open:
-            return prompt + _tokens(model, close.lstrip() + header_rest + head), None
+            return prompt + _tokens(model, close.lstrip()), None
         if is_over or begun or form.thought_off is not None or not start:
             return prompt, None
-        closed = head or opening + close.lstrip() + header_rest
-        return prompt + _tokens(model, closed), None
+        return prompt + _tokens(model, head or opening + close.lstrip()), None
     if begun and is_over:
         return prompt, None
     if begun and not is_open:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..arguments import placed, shown
 from ..errors import ConfigError
-from .call_form import ToolCall
+from .call_form import ToolCall as ToolCall
 from .chat import Message, chat_messages, is_chat
 from .functions import function_tool
 from .shape import asking as asked_as_json
@@ -17,11 +17,6 @@ from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
 
 if TYPE_CHECKING:
     from .model import Model
-
-__all__ = [
-    "Conversation", "Tool", "ToolCall", "Tools", "begun_answer", "conversation", "openai_call",
-    "openai_deltas",
-]  # fmt: skip
 
 Tool = Mapping[str, object] | Callable[..., object]
 

@@ -17,8 +17,6 @@ from .call_form import ArgumentTags, Around, CallForm, Mismatch, Part, Slot, Val
 from .templates import ChatTemplate
 from .text import n_common
 
-__all__ = ["TurnParts", "find_parts"]
-
 _USER, _CONTENT, _THOUGHT = "Quz zuserz", "Canz zanswerz", "Thoz zmusingz"
 _NAME, _OTHER = "zqfind", "zqseek"
 _KEY, _KEY2, _VALUE, _VALUE2 = "kxone", "kxtwo", "Vztext", "Wzmore"

@@ -29,10 +29,6 @@ from .call_form import (
 from .templates import ChatTemplate
 from .turn_finding import TurnParts, find_parts
 
-__all__ = [
-    "Turn", "TurnEvent", "TurnFormat", "TurnReader", "TurnSpan", "call_id", "known_functions",
-]  # fmt: skip
-
 _LIMIT_S = 5.0  # for all renderings of a template; an ordinary template takes 0.1 s
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _WORDS = ("True", "False", "None")
@@ -219,13 +215,18 @@ class TurnFormat(TurnParts):
         turn_text = self.begun_turn(prompt)
         return turn_text.rfind(start) > turn_text.rfind(end)
 
-    @property
-    def answer_opening(self) -> str:
-        """The text between an open thought and the content of an answer."""
+    def closing(self, *, has_calls: bool = False) -> str:
+        """Return the text that ends a thought, up to the content of an answer.
+
+        ``has_calls``: functions may be called, so the model writes what follows the tag itself.
+        """
         end = self.thought_end or ""
         close = self.thought_close if end in self.thought_close else end
+        if has_calls:
+            return close
+        # Text after the tag may belong to the header.
         rest = self.header[len(end) :] if end and self.header.startswith(end) else ""
-        return close.lstrip() + rest + self.content_start
+        return close + rest + self.content_start
 
     def continued(self, prompt: str, begun: str) -> tuple[str, str]:
         """Return the text that the template writes before an answer, and the answer's beginning.
@@ -242,25 +243,10 @@ class TurnFormat(TurnParts):
         if self.is_in_thought(prompt):
             if is_thought:
                 return "", own[len(start) :].lstrip()
-            return ("" if end in begun else self.answer_opening), begun
+            return ("" if end in begun else self.closing().lstrip()), begun
         head = self.content_start
         is_headed = is_thought or prompt.endswith(head) or own.startswith(head.strip())
         return "" if is_headed else head, begun
-
-    @cached_property
-    def tags(self) -> frozenset[str]:
-        """The texts that mark thoughts and calls, without white space around them.
-
-        A tag may be a control token, whose text a generation leaves out, but a reader needs it.
-        """
-        form = self.form
-        texts = [
-            self.thought_start, self.thought_end, self.content_start, self.content_end,
-            self.header, form.section_start, form.section_end, form.separator,
-            *(part for shape in (form, form.other or form) for part in shape.unit
-              if isinstance(part, str)),
-        ]  # fmt: skip
-        return frozenset(text.strip() for text in texts if text and text.strip())
 
     def describe(self) -> str:
         """Return a description of the form in words."""

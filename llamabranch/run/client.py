@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 
 from ..errors import DecodeInterruptedError
-from ..native import forkable_lock
+from ..native.handle import forkable_lock
 from ..native.interrupts import HeldInterrupts
 from ..request.result import EngineStats, Event
 from ..sampling import SamplingParams

@@ -21,7 +21,7 @@ from ..errors import (
     UsageError,
 )
 from ..generation.output import Produced
-from ..native import forkable_lock, is_held
+from ..native.handle import forkable_lock, is_held
 from ..native.interrupts import HeldInterrupts
 from ..request.result import EngineStats
 from .drafting import Drafting

@@ -15,7 +15,7 @@ from ..generation.drafter import (
     checked_drafter,
 )
 from ..generation.text import Text
-from ..native import forkable_lock
+from ..native.handle import forkable_lock
 
 __all__ = ["Drafting"]
 

@@ -255,7 +255,7 @@ class Scheduler:
                     self._ctx, None, beginning.text.sampler.clone(), choice.seed, beginning.text
                 )
                 text.keep(n)
-                text.parent, text.fork_position = None, 0
+                text.hang(None)
                 return text, n
         cacheable = [] if source is not None else _unscored(choice)
         text = Text(self._ctx, None, choice.new_sampler(), choice.seed, beginning=cacheable)

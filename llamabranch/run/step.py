@@ -254,10 +254,9 @@ class Step:
 
     def _decode_together(self) -> None:
         batch, texts = self._pack()
-        expiring = [row for member in self.members for row in member.text.expiring_rows()]
         start = perf_counter()
         with self._around():
-            rows = batch.decode(self._ctx.decoder, expiring)
+            rows = self._ctx.decoder.decode(batch)
         self.verify_s = verify_s = perf_counter() - start
         self.counts = [len(tokens) for tokens in texts]
         n_tokens = self.n_tokens
@@ -304,9 +303,9 @@ class Step:
         ]
         for member, tokens in zip(self._running, texts, strict=True):
             batch.add(member.text.seq_id, tokens, "all")
-        room = ctx.n_outputs_max - len(batch.entries) - len(self._readers)
+        room = ctx.n_outputs_max - len(batch) - len(self._readers)
         for reader in self._readers:
-            left, wants_rows = ctx.n_batch - len(batch.entries), reader.wants_rows
+            left, wants_rows = ctx.n_batch - len(batch), reader.wants_rows
             if wants_rows:
                 left = min(left, 1 + max(0, room))
             unread = reader.unread()

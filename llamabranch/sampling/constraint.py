@@ -17,8 +17,6 @@ import numpy as np
 from ..errors import ConfigError, ConstraintError
 from ..model import Model
 
-__all__ = ["Constraint", "ConstraintCalls", "ConstraintLike", "ConstraintState", "ConstraintStats"]
-
 
 class Constraint(Protocol):
     """Decides which texts are allowed. Both methods get the generated text, and must be pure."""
@@ -153,31 +151,22 @@ class ConstraintState:
                 state.text = self.text + piece
         return state
 
-    def after(self, token: int, *, is_last: bool = False) -> ConstraintState | None:
-        """Return the state after ``token``, or None if the constraint refuses it. Answers are kept.
-
-        ``is_last``: the text ends after this token in any case.
-        """
-        if token in self._after:
-            return self._after[token]
-        state = self.accept(token)
-        is_allowed = self._allows(token, state, is_last)
-        self._after[token] = state if is_allowed else None
-        if not is_allowed:
-            self._n_refused += 1
-            self.calls.rejections += 1
-        return self._after[token]
-
     def allows(self, token: int) -> bool:
-        """Return whether the constraint lets ``token`` follow.
+        """Return whether the constraint lets ``token`` follow. Answers are kept.
 
         Raises:
             ConstraintError: many tokens were refused, and the constraint refuses the text so far, too.
             ConfigError: the constraint refuses a text that it allowed before.
         """
-        if self._n_refused == self._CHECK_AFTER and token not in self._after:
-            self._check()
-        return self.after(token) is not None
+        if token not in self._after:
+            if self._n_refused == self._CHECK_AFTER:
+                self._check()
+            state = self.accept(token)
+            is_allowed = self._allows(token, state)
+            self._after[token] = state if is_allowed else None
+            self._n_refused += not is_allowed
+            self.calls.rejections += not is_allowed
+        return self._after[token] is not None
 
     def may_end(self) -> bool:
         """Return whether the text may end here."""
@@ -190,13 +179,13 @@ class ConstraintState:
             hint="prefix(text) must be False for a text that cannot be continued to a valid one",
         )
 
-    def _allows(self, token: int, after: ConstraintState, is_last: bool) -> bool:
+    def _allows(self, token: int, after: ConstraintState) -> bool:
         if self._model.is_eog(token):
             return self.may_end()
         end = self._stop_end(after.text)
         if end is not None:
             return self.calls.allows(after.text[:end], is_end=True)
-        if is_last or token in self._stop_tokens:
+        if token in self._stop_tokens:
             return after.may_end()
         if len(after.text) == len(self.text):
             after._was_allowed = self._was_allowed

@@ -17,9 +17,6 @@ from ..arguments import choice, instance, whole
 from ..errors import ConfigError
 from .noise import DRAW, Floats, Ids, log_uniforms
 
-__all__ = ["Distribution", "falling", "log_base", "number_array"]
-
-
 _LEAST_WEIGHT = np.array(1e-300)  # an array without axes, which NumPy handles faster than a scalar
 T = TypeVar("T", bound=np.generic)
 _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}

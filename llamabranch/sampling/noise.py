@@ -15,14 +15,6 @@ import numpy.typing as npt
 
 from ..arguments import whole
 
-__all__ = [
-    "derive_seed",
-    "log_uniforms",
-    "random_seed",
-    "seed_from_text",
-    "uniform",
-]
-
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 

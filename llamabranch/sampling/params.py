@@ -13,8 +13,6 @@ from typing_extensions import TypedDict, Unpack
 from ..arguments import instance, items, nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
 
-__all__ = ["SamplingParams", "SamplingSettings", "check_names", "checked_seed", "settings_of"]
-
 T = TypeVar("T", int, float)
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
@@ -240,7 +238,6 @@ class SamplingParams:
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        check_names(changes)
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def drawn_seed(self, otherwise: int | None = None) -> int:
@@ -280,25 +277,16 @@ class SamplingParams:
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        bias: dict[int, float] = {}
         settings = instance("settings", settings, dict)
         check_names(settings)
-        pairs = settings.get("logit_bias", [])
-        if not isinstance(pairs, list) or not isinstance(
-            settings.get("dry_sequence_breakers", ()), (list, tuple)
-        ):
+        pairs, breakers = (settings.get(n, []) for n in ("logit_bias", "dry_sequence_breakers"))
+        if not isinstance(pairs, list) or not isinstance(breakers, (list, tuple)):
             raise ConfigError("logit_bias and dry_sequence_breakers must be lists")
-        for pair in pairs:
-            match pair:
-                case [token, added] if type(token) is int and type(added) in (
-                    int,
-                    float,
-                    type(None),
-                ):
-                    bias[token] = -math.inf if added is None else float(added)
-                case _:
-                    raise ConfigError("the logit bias must consist of numbers")
-        return cls().replace(**cast(SamplingSettings, {**settings, "logit_bias": bias}))
+        try:
+            bias = {token: -math.inf if added is None else added for token, added in pairs}
+        except (TypeError, ValueError):
+            raise ConfigError("the logit bias must consist of pairs of numbers") from None
+        return cls(**cast(SamplingSettings, {**settings, "logit_bias": bias}))  # type: ignore[arg-type]
 
     @property
     def uses_history(self) -> bool:

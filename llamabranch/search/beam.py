@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -13,11 +13,10 @@ from ..context.runner import Batch
 from ..errors import ConfigError
 from ..generation.text import Text
 from ..model import Model, StopStrings, stop_strings
+from ..model.tree import TextNode
 from .beams import Beams, Candidate, best_tokens
 from .result import Hypothesis, SearchResult, SearchStats
 from .start import MOST_TEXTS, check_room, check_start, token_limit
-
-__all__ = ["beam_search"]
 
 
 def beam_search(
@@ -62,7 +61,7 @@ def beam_search(
     check_room(branch, beams)
     stats, model = SearchStats(), branch.ctx.model
     selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
-    running: list[_Beam] = [_Beam(None, 0, "", branch.sequence.incomplete, 0.0)]
+    running: list[_Beam] = [_Beam(None, branch, 0, "", branch.sequence.incomplete, 0.0)]
     with closing(_Sequences(branch, stats, selection.n_kept)) as sequences:
         continuations = [sequences.scored(branch.sequence)]
         for n_tokens in range(1, max_tokens + 1):
@@ -80,23 +79,23 @@ def beam_search(
 
 
 @dataclass(eq=False)
-class _Beam:
+class _Beam(TextNode):
     """A text: its parent continued by ``token``.
 
     Attributes:
         text: the text of all its tokens, with ``pending``: the bytes of an incomplete character.
         logprob: the sum of log p of its tokens, nats.
         reason: why it has ended; "" while it runs.
-        branch: holds its tokens; None before it is decoded, and once it has been continued.
+        branch: holds its tokens; its parent's before the token is decoded.
     """
 
     parent: _Beam | None
+    branch: Branch
     token: int
     text: str
     pending: bytes
     logprob: float
     reason: str = ""
-    branch: Branch | None = None
 
     def end(self, model: Model, stop: Sequence[str], *, is_last: bool) -> None:
         """Note whether the text ends here. ``is_last``: it has ``max_tokens``."""
@@ -107,18 +106,11 @@ class _Beam:
 
     def hypothesis(self, model: Model, stop: Sequence[str], score: float) -> Hypothesis:
         """Return it as a result, its text without a stop string."""
-        tokens = []
-        at = self
-        while at.parent is not None:
-            tokens.append(at.token)
-            at = at.parent
+        tokens = [beam.token for beam in self.path[1:]]
         if model.is_eog(self.token):
-            del tokens[0]
-        stops = StopStrings(stop)
-        text = stops.feed(self.text)
-        if stops.found is None:
-            text += stops.flush()
-        return Hypothesis(tokens[::-1], text, self.logprob, score, self.reason)
+            tokens.pop()
+        text = StopStrings(stop).show(self.text, last=True)
+        return Hypothesis(tokens, text, self.logprob, score, self.reason)
 
 
 Scores = list[tuple[int, float]]  # the best tokens after a text, with their scores
@@ -134,7 +126,7 @@ def _continued(
     if not model.is_eog(token):
         piece, pending = model.text_after(token, pending)
     logprob = parent.logprob + continuations[chosen.beam][1][token]
-    return _Beam(parent, token, parent.text + piece, pending, logprob)
+    return _Beam(parent, parent.branch, token, parent.text + piece, pending, logprob)
 
 
 class _Sequences:
@@ -152,7 +144,7 @@ class _Sequences:
     def close(self) -> None:
         """Free all sequences."""
         if not self._root.ctx.closed:
-            self._free(set())
+            self._free(())
 
     def advance(self, beams: Sequence[_Beam]) -> list[Continued]:
         """Decode the last token of each beam in one decode; return the best tokens after each.
@@ -161,26 +153,18 @@ class _Sequences:
         """
         ctx, batch = self._root.ctx, Batch()
         with ctx.lock:
-            left = Counter(beam.parent for beam in beams)
-            used = {parent.branch for parent in left if parent is not None}
-            self._free(used)
+            left = Counter(beam.branch for beam in beams)
+            self._free(left)
             for beam in beams:
-                parent = beam.parent
-                left[parent] -= 1
-                if parent is None or parent.branch is None:
-                    beam.branch = self._forked(self._root)
-                elif left[parent]:
-                    beam.branch = self._forked(parent.branch)
-                else:
-                    beam.branch = parent.branch
-            texts = [beam.branch.sequence for beam in beams if beam.branch is not None]
+                left[beam.branch] -= 1
+                if left[beam.branch] or beam.branch is self._root:
+                    beam.branch = self._forked(beam.branch)
+            texts = [beam.branch.sequence for beam in beams]
             for text, beam in zip(texts, beams, strict=True):
                 text.settle()
                 batch.add(text.seq_id, [beam.token])
             before = ctx.decoder.n_decodes
-            rows = batch.decode(
-                ctx.decoder, [row for text in texts for row in text.expiring_rows()]
-            )
+            rows = ctx.decoder.decode(batch)
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
             self._stats.decodes += ctx.decoder.n_decodes - before
@@ -198,13 +182,13 @@ class _Sequences:
             return best, {token: float(every[token]) for token, _ in best}
 
     def _forked(self, branch: Branch) -> Branch:
-        fork = branch.fork()
-        fork.detach()
-        self._held.append(fork)
-        return fork
+        self._held.append(branch.fork())
+        self._held[-1].detach()
+        return self._held[-1]
 
-    def _free(self, used: set[Branch | None]) -> None:
+    def _free(self, used: Collection[Branch]) -> None:
         """Free all branches but these."""
-        for branch in [branch for branch in self._held if branch not in used]:
-            branch.prune()
-            self._held.remove(branch)
+        for branch in self._held:
+            if branch not in used:
+                branch.prune()
+        self._held = [branch for branch in self._held if branch in used]

@@ -15,9 +15,9 @@ import pytest
 
 from benchmarks import answer_tasks, answers
 from benchmarks.answers import holm, mcnemar
-from benchmarks.report import interleave
-from llamabranch.bench import timing
-from llamabranch.bench.timing import Interval, Maker, Series, Spread, Stopped, Timing
+from benchmarks.timing import Maker, Series, Timing, interleave
+from llamabranch.bench.speed import Spread
+from llamabranch.cli.comparison import DraftComparison
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,42 +148,23 @@ def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     assert timed["a"].rates == [2.0, 2.0]
 
 
-def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
-    def contestant(last: int) -> Maker:
-        def work(item: int) -> Timing:
-            if item > last:
-                raise Stopped
-            return Timing(1, 0.5)
-
-        return lambda run: work
-
-    timed = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4)
-    assert [len(run) for run in timed["a"].runs] == [2]
-    assert [len(run) for run in timed["b"].runs] == [2]
-    at_once = timing.interleave({"a": contestant(-1)}, n_runs=2, n_items=4)
-    assert at_once["a"].runs == []
-
-
 def series(*runs: tuple[float, ...]) -> Series:
     """Return runs of texts of 12 tokens that took so many seconds."""
     return Series([[Timing(12, seconds) for seconds in run] for run in runs])
 
 
-def test_ratio_is_the_median_of_ratios_within_a_run_and_the_interval_goes_by_items() -> None:
+def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
     fast, slow = series((1.0,), (4.0,), (1.0,)), series((2.0,), (8.0,), (3.0,))  # run 2 is slow
     assert fast.ratio(slow) == Spread(2.0, 2.0, 3.0)
     assert fast.rate == Spread(12.0, 3.0, 12.0)
     assert fast.total == Timing(36, 6.0)
-    interval = series((1, 1, 1), (1, 1, 1)).interval(series((2, 2, 2), (3, 3, 3)))
-    assert (interval.low, interval.median, interval.high, interval.n) == (2.0, 2.5, 3.0, 6)
 
 
-@pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
-def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
+@pytest.mark.parametrize("n", [6, 7, 8, 9])
+def test_interval_of_a_speed_up_covers_it_in_95_of_100(n: int) -> None:
     """Each of n ratios is below the true median with probability 1/2, and this gives the coverage."""
-    values = [float(i) for i in range(n)]
-    interval = Interval.of(values[::-1])
-    below, above = int(interval.low), int(interval.high)
+    compared = DraftComparison([float(i) for i in range(n)][::-1], [1.0] * n)
+    below, above = map(int, compared.range)
     assert below == n - 1 - above
 
     def covered(low: int, high: int) -> float:
@@ -192,15 +173,11 @@ def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
 
     assert covered(below, above) >= 0.95
     assert covered(below + 1, above - 1) < 0.95  # a narrower interval would not
-    assert interval.n == n
-    assert interval.low <= interval.median <= interval.high
+    assert below <= compared.speed_up <= above
 
 
-def test_too_few_pairs_have_no_interval() -> None:
-    for n in range(6):
-        interval = Interval.of([2.0] * n)
-        assert math.isnan(interval.low) and math.isnan(interval.high)
-    assert Interval.of([]).as_dict() == {"median": None, "low": None, "high": None, "n": 0}
-    assert Interval.of([0.5] * 6 + [math.nan]).n == 6
+def test_too_few_pairs_have_their_range() -> None:
+    for n in range(1, 6):
+        assert DraftComparison([float(i) for i in range(n)], [1.0] * n).range == (0.0, n - 1)
     assert Spread.of([]).as_dict() == {"median": None, "low": None, "high": None}
     assert Spread.of([math.nan, 2.0]).median == 2.0

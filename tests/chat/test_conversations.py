@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -235,6 +236,104 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
         assert [*answer] == []
 
 
+def where(chat: Chat) -> tuple[int, int, list[str]]:
+    """Return the current branch, how many branches there are, and the messages of the current one."""
+    n_branches = len(re.findall(r"branch \d", chat.tree()))
+    return chat.current, n_branches, [exchange.user for exchange in chat.exchanges]
+
+
+def fail(_: object) -> None:
+    raise ValueError("the user's own")
+
+
+BEGINNINGS: dict[str, Callable[[Chat], lb.chat.Answer]] = {
+    "send": lambda chat: chat.send("And then?"),
+    "retry": lambda chat: chat.retry(),
+    "edit": lambda chat: chat.edit(1, "One night"),
+}
+
+
+@pytest.mark.parametrize("meddles", [False, True], ids=["", "meddles"])
+@pytest.mark.parametrize("begin", BEGINNINGS)
+def test_an_answer_that_ends_before_its_first_token_leaves_the_chat_as_it_was(
+    begin: str, meddles: bool, ctx: Context
+) -> None:
+    """Closed, interrupted or failed; also if a function that it calls has tried to change the chat."""
+
+    def meddle(progress: object) -> None:
+        for change in (chat.fork, chat.undo, chat.close, lambda: chat.send("No."), again.close):
+            with pytest.raises(lb.errors.BranchStateError, match="a call that has not returned"):
+                change()
+        fail(progress)
+
+    with Chat(ctx, None, seed=1, max_tokens=4) as chat:
+        chat.send("One day").finish()
+        chat.send("What was it?")  # nobody reads its answer
+        chat.fork()
+        before = where(chat)
+        assert before == (2, 2, ["One day", "What was it?"])
+        for _ in range(2):
+            again = BEGINNINGS[begin](chat)
+            assert where(chat) != before
+            again.close()
+            assert where(chat) == before
+            again = BEGINNINGS[begin](chat)
+            ctx.interrupt()
+            with pytest.raises(lb.errors.DecodeInterruptedError):
+                next(again)
+            assert where(chat) == before
+            chat.set(on_prompt_progress=meddle if meddles else fail)
+            again = BEGINNINGS[begin](chat)
+            with pytest.raises(ValueError, match="the user's own"):
+                next(again)
+            chat.set(on_prompt_progress=None)
+            assert (where(chat), [*again]) == (before, [])
+            chat.send("Who?")
+            chat.close()
+            assert where(chat) == before
+        number = BEGINNINGS[begin](chat).finish()
+        assert where(chat)[0] == (2 if begin == "send" else 3)
+        assert chat.exchanges[-1].answer == number.text
+
+
+def test_an_answer_goes_on_after_a_function_that_it_calls_has_tried_to_change_the_chat(
+    ctx: Context,
+) -> None:
+    def meddle(_: object) -> None:
+        with pytest.raises(lb.errors.BranchStateError):
+            chat.send("No.")
+
+    with Chat(ctx, None, seed=1, max_tokens=4, on_prompt_progress=meddle) as chat:
+        first = chat.send("Who is the king?")
+        next(first)
+        chat.set(on_prompt_progress=None)
+        chat.send("And the queen?").finish()  # ends it
+        assert [*first] == []
+        assert [exchange.n_tokens for exchange in chat.exchanges] == [1, 4]
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_function_that_a_chat_calls_while_it_reads_cannot_change_it(
+    name: str, tmp_path: Path
+) -> None:
+    """Memory that cannot be cut reads a prompt before there is an answer."""
+    seen: list[object] = []
+
+    def meddle(progress: object) -> None:
+        seen.append(progress)
+        with pytest.raises(lb.errors.BranchStateError):
+            chat.retry()
+
+    with (
+        toy_contexts(name, tmp_path, 8, weights="f32") as (context, _),
+        Chat(context, None, **PLAIN) as chat,
+    ):
+        chat.send("ab").finish()
+        chat.set(on_prompt_progress=meddle)
+        chat.edit(1, "And what was it that they all saw there?").finish()
+        assert seen and where(chat)[:2] == (2, 2)
+
+
 def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> None:
     with Chat(ctx, None, seed=1, max_tokens=4) as chat:
         unread = chat.send("I live in Oslo.")
@@ -303,7 +402,7 @@ def test_wrong_options_numbers_and_messages_change_nothing(ctx: Context, target:
 
 
 def test_a_conversation_of_any_length_is_drawn() -> None:
-    last: Exchange | None = None
+    last = Exchange(None, "")
     for _ in range(1200):  # more than Python recurses
         last = Exchange(last, "Hello")
     assert len(drawn({1: last}, 1).split("\n")) == 1201

@@ -8,6 +8,7 @@ import pty
 import re
 import readline
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from typer.testing import CliRunner, Result
 
 import llamabranch as lb
 from llamabranch.cli import app
+from llamabranch.cli.chat import ChatSession
+from llamabranch.cli.console import Console
 
 TARGET = str(DATA / "tale-target-q8_0.gguf")
 OPTIONS = (
@@ -161,6 +164,29 @@ def test_ctrl_c_ends_an_answer_and_not_the_program() -> None:
         assert tree.count("One day > ") == 2
         chat.ready()
         chat.type("\x04")
+
+
+class Late(lb.Chat):
+    """A chat whose ``retry`` is interrupted when its answer has begun, before anybody has it."""
+
+    def retry(self) -> lb.chat.Answer:
+        answer = super().retry()
+        for _ in range(2):  # the second Ctrl-C does not wait for a decode
+            signal.raise_signal(signal.SIGINT)
+        return answer
+
+
+def test_an_answer_that_is_interrupted_as_it_begins_is_taken_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = lb.loading.LoadOptions(n_ctx=256, n_threads=1, chat_template=toys.CHAT_TEMPLATE)
+    with lb.load(TARGET, **options) as ctx, Late(ctx, None, seed=4, max_tokens=4) as chat:
+        session = ChatSession(chat, Console())
+        session.is_typed = True
+        session.take("One day")
+        session.take("/retry")
+        assert "the message was removed" in capsys.readouterr().err
+        assert (chat.current, chat.tree().count("branch ")) == (1, 1)
 
 
 def test_a_chat_that_goes_on_shows_its_end(tmp_path: Path) -> None:

@@ -272,6 +272,6 @@ def test_a_speed_up_has_the_range_of_its_pairs(
     fast, slow = (TimedEngine(ctx, drafter, config) for drafter in drafters)
     fast.seconds, slow.seconds = iter(drafted), iter(plain)
     comparison = compare(fast, slow, [lb.Request("Once upon", max_tokens=4)], InterruptHandler())
-    assert comparison is not None and len(comparison.plain.runs) == n_pairs
-    found = comparison.speed_up, comparison.range.low, comparison.range.high
+    assert comparison is not None and len(comparison.plain) == n_pairs
+    found = comparison.speed_up, *comparison.range
     assert found == pytest.approx(expected)

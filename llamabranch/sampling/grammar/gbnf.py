@@ -12,8 +12,6 @@ from graphlib import CycleError, TopologicalSorter
 from ...errors import GrammarError
 from ...model import Model
 
-__all__ = ["NO_FORCING", "Gbnf", "ranges"]
-
 NO_FORCING = '{"no_forcing": true}'  # text that is certain may be split into any tokens
 
 _MAX_DEPTH = 200
@@ -158,7 +156,8 @@ class Gbnf:
             if c == "(":
                 items.append(self._group())
             elif c == '"':
-                literal = " ".join(f"/{character}/" for character in self._literal())
+                inside = self._characters("string", '"', at)
+                literal = " ".join(f"/{character}/" for character in inside)
                 items.append(f"({literal})" if literal else "")
                 may_repeat = bool(literal)
             elif c == "[":
@@ -189,81 +188,71 @@ class Gbnf:
 
     def _bounds(self, at: int, nested: bool) -> tuple[int, int | None]:
         self._blank(nested)
-        low = self._skip(_INT)
+        low = high = self._skip(_INT)
         if not low:
             raise self._fail("expected a number after '{'")
         self._blank(nested)
-        least, most = _capped(low), None
-        if self._next() == "}":
-            most = least
-        else:
+        if self._next() != "}":
             self._expect(",")
             self._blank(nested)
-            if high := self._skip(_INT):
-                most = _capped(high)
+            high = self._skip(_INT)
             self._blank(nested)
         self._expect("}")
+        least, most = _capped(low), _capped(high) if high else None
         if most is not None and most < least:
             raise self._fail(f"the maximum of {{{low},{most}}} is below its minimum", at)
         if max(least, most or 0) > _MAX_REPEAT:
             raise self._fail(f"a repetition is above the limit of {_MAX_REPEAT}", at)
         return least, most
 
-    def _literal(self) -> list[str]:
-        """Read a string; return its characters as regular expressions."""
-        at = self._at
-        self._at += 1
-        characters: list[str] = []
-        while self._next() != '"':
-            if not self._next():
-                raise self._fail("the string does not end", at)
-            characters.append(self._character())
-        self._at += 1
-        return characters
-
     def _set(self) -> str:
         """Read a set; return its translation."""
         at = self._at
-        self._at += 1
-        members: list[str] = []
         opening = "/["
-        if self._next() == "^":
+        if self._next(1) == "^":
             self._at += 1
             opening = r"/[^\x{0}"  # a NUL ends the text for llama.cpp
-        while self._next() != "]":
-            if not self._next():
-                raise self._fail("the set does not end", at)
-            start = self._at
-            members.append(first := self._character())
-            if self._next() == "-" and self._next(1) != "]":
-                self._at += 1
-                if not self._next():
-                    raise self._fail("the set does not end", at)
-                last = self._character()
-                if int(last[3:-1], 16) < int(first[3:-1], 16):
-                    raise self._fail("the range ends before it begins", start)
-                members[-1] += f"-{last}"
+        members = self._characters("set", "]", at)
         if not members:
             raise self._fail("an empty set matches nothing", at)
-        self._at += 1
         return f"{opening}{''.join(members)}]/"
 
-    def _character(self) -> str:
-        """Read a character; return it as a regular expression."""
+    def _characters(self, kind: str, end: str, at: int) -> list[str]:
+        """Read the inside of a string or a set, which begins at ``at``, and its end.
+
+        Return its characters as regular expressions; those of a set may be ranges.
+        """
+        self._at += 1
+        members: list[str] = []
+        while self._next() != end:
+            start, first = self._at, self._character(kind, at)
+            members.append(f"\\x{{{first:x}}}")
+            if end == "]" and self._next() == "-" and self._next(1) != "]":
+                self._at += 1
+                last = self._character(kind, at)
+                if last < first:
+                    raise self._fail("the range ends before it begins", start)
+                members[-1] += f"-\\x{{{last:x}}}"
+        self._at += 1
+        return members
+
+    def _character(self, kind: str, at: int) -> int:
+        """Read a character of a string or a set; return its code point."""
+        if not self._next():
+            raise self._fail(f"the {kind} does not end", at)
         if self._next() != "\\":
             self._at += 1
-            return f"\\x{{{ord(self._text[self._at - 1]):x}}}"
-        kind = self._next(1)
-        if kind not in _HEX_DIGITS and (not kind or kind not in _ESCAPED):
-            raise self._fail(f"unknown escape \\{kind}")
+            return ord(self._text[self._at - 1])
+        letter = self._next(1)
+        n_digits = _HEX_DIGITS.get(letter, 0)
+        if not n_digits and letter not in _ESCAPED:
+            raise self._fail(f"unknown escape \\{letter}")
         self._at += 2
-        if kind not in _HEX_DIGITS:
-            return f"\\x{{{ord(_ESCAPED[kind]):x}}}"
-        match = _HEX.match(self._text, self._at, self._at + _HEX_DIGITS[kind])
-        if match is None or len(match.group()) < _HEX_DIGITS[kind]:
-            raise self._fail(f"expected {_HEX_DIGITS[kind]} hexadecimal digits after \\{kind}")
-        self._at = match.end()
-        return f"\\x{{{match.group()}}}"
+        digits = self._text[self._at : self._at + n_digits]
+        if not _HEX.fullmatch(digits) or len(digits) < n_digits:
+            raise self._fail(f"expected {n_digits} hexadecimal digits after \\{letter}")
+        self._at += n_digits
+        return int(digits, 16) if n_digits else ord(_ESCAPED[letter])
 
     def _token(self) -> str:
         """Read the name of a token; return a reference to it."""

@@ -16,8 +16,7 @@ from ...model import Model
 from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, compiled
-
-__all__ = ["Grammar"]
+from .patterns import exactly
 
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
@@ -90,7 +89,7 @@ class Grammar:
             except RecursionError:
                 raise GrammarError("the JSON schema is nested too deep") from None
         if self.kind == "choice":
-            return compiled("regex", "|".join(map(_literal, _choices(self.source))))
+            return compiled("regex", "|".join(map(exactly, _choices(self.source))))
         if self.kind == "lark":
             _check_lark(self.source)
         return compiled(self.kind, self.source)
@@ -300,8 +299,3 @@ def _choices(source: str) -> list[str]:
         if not isinstance(choice, str) or not choice:
             raise GrammarError(f"a choice must be a text that is not empty, not {choice!r:.40}")
     return choices
-
-
-def _literal(text: str) -> str:
-    """Return a regular expression that only ``text`` matches."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -13,15 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import GrammarError
-from ...native import forkable_lock
+from ...native.handle import forkable_lock
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
     from ...model import Model
-
-__all__ = ["Matcher", "compiled"]
 
 T = TypeVar("T")
 Mask = npt.NDArray[np.uint32]

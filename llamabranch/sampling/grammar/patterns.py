@@ -11,8 +11,6 @@ import re
 
 from ...errors import GrammarError
 
-__all__ = ["CONTROLS", "rust_pattern"]
-
 CONTROLS = r"\x00-\x1f\x7f"
 # Not in classes: most control characters, and white space that not all engines count as such.
 _RARE = r"\x7f\x85\x{feff}\x00-\x08\x0b\x0c\x0e-\x1f"
@@ -53,3 +51,8 @@ def _item(match: re.Match[str]) -> str:
     if match[0] == "--":
         raise GrammarError(r"pattern: -- in a class is a set operator in other engines: write \-")
     return match[0] if match[0][0] == "\\" else f"\\{match[0]}"
+
+
+def exactly(text: str) -> str:
+    """Return a regular expression, in Rust's syntax, that only ``text`` matches."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

@@ -20,11 +20,7 @@ from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError, told
 from ...model.functions import type_schemas
 from ...model.shape import pointed
-from .patterns import CONTROLS, rust_pattern
-
-__all__ = [
-    "REFUSED", "TAKEN", "check_depth", "of_type", "parse", "place", "value", "without_unique",
-]  # fmt: skip
+from .patterns import CONTROLS, exactly, rust_pattern
 
 Schema = dict[str, object]
 REFUSED = "the JSON schema is refused at"  # then comes a place, and the reason
@@ -373,7 +369,6 @@ def _other_texts(texts: set[str]) -> str:
     by_first: dict[str, set[str]] = {}
     for text in texts - {""}:
         by_first.setdefault(text[0], set()).add(text[1:])
-    firsts = {first: f"\\x{{{ord(first):x}}}" for first in by_first}
-    ways = [f"[^{''.join(firsts.values())}{CONTROLS}][^{CONTROLS}]*"]
-    ways += [firsts[first] + _other_texts(rest) for first, rest in by_first.items()]
+    ways = [f"[^{exactly(''.join(by_first))}{CONTROLS}][^{CONTROLS}]*"]
+    ways += [exactly(first) + _other_texts(rest) for first, rest in by_first.items()]
     return f"(?:{'|'.join(ways)})" + ("" if "" in texts else "?")

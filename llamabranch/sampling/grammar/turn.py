@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 
@@ -16,8 +16,7 @@ from ...model.tools import Tools
 from . import schema as json_schemas
 from .gbnf import ranges
 from .grammar import Grammar
-
-__all__ = ["turn_grammar"]
+from .patterns import exactly
 
 _MOST_LOOSE = 64  # with more functions, only calls in the template's form are kept valid
 
@@ -247,7 +246,7 @@ class _Writer:
         after = self._pattern.search(rest)
         rest = rest[: after.start()] if after else rest
         if first and rest and self._is_shared(first, trigger):
-            self._rule("OTHER", f"/(.|\\n)+/ & ~/{_regex(rest)}(.|\\n)*/")
+            self._rule("OTHER", f"/(.|\\n)+/ & ~/{exactly(rest)}(.|\\n)*/")
             choices.append(f"<[{self._control[first]}]> OTHER?")
         return f"SOME? ({' | '.join(choices)})*" if choices else "SOME?"
 
@@ -292,7 +291,7 @@ class _Writer:
                 words.append(f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{ranges(others)}]> WORDS?)?")
             elif part is Slot.WORDS:
                 # The lexer does not go back, so tags that are text are one lexeme.
-                pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{_regex(str(parts[at + 1]))}/"
+                pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{exactly(str(parts[at + 1]))}/"
                 words.append(self._rule("WORDS", pattern))
                 parts[at + 1] = ""
             elif part is Slot.INDEX or form.name_in_id is not None:
@@ -311,16 +310,9 @@ class _Writer:
 
     def _tagged(self, i: str, schema: object, tags: ArgumentTags) -> str:
         """Return the rule of arguments in tags, in the order of the schema's properties."""
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
-            properties, schema = {}, {}
-        required = schema.get("required")
-        needs = set(required) if isinstance(required, list) else set()
-        members = [
-            (*self._argument(f"arg_{i}_{k}", key, property_schema, schema, tags), key in needs)
-            for k, (key, property_schema) in enumerate(properties.items())
-        ]
-        inner, may_be_empty = _sequence(members)
+        inner, may_be_empty = _members(
+            schema, lambda k, key, inner: self._argument(f"arg_{i}_{k}", key, inner, schema, tags)
+        )
         if not inner:
             return '""'
         text = f"{self._literal(tags.start)} {inner} {self._literal(tags.end)}"
@@ -423,17 +415,15 @@ class _Writer:
             if schema.get("maxItems") == 0:
                 inner = '""'
             return self._rule(rule, f'"[" {inner} "]"')
-        properties = schema.get("properties")
-        if kind == "object" and isinstance(properties, Mapping):
-            needs = schema.get("required")
-            members = []
-            for k, (key, property_schema) in enumerate(properties.items()):
-                value = self._value(f"{rule}_{k}", property_schema, values, root, depth + 1)
-                written = (key if values.bare_keys else _written(values, key)) + values.pair
-                first, later = self._literal(written), self._literal(values.item + written)
-                is_needed = isinstance(needs, list) and key in needs
-                members.append((f"{first} {value}", f"{later} {value}", is_needed))
-            return self._rule(rule, f'"{{" {_sequence(members)[0]} "}}"')
+        if kind == "object" and isinstance(schema.get("properties"), Mapping):
+
+            def member(k: int, key: str, inner: object) -> tuple[str, str]:
+                value = self._value(f"{rule}_{k}", inner, values, root, depth + 1)
+                head = (key if values.bare_keys else _written(values, key)) + values.pair
+                first, later = self._literal(head), self._literal(values.item + head)
+                return f"{first} {value}", f"{later} {value}"
+
+            return self._rule(rule, f'"{{" {_members(schema, member)[0]} "}}"')
         return self._any(values, kind)
 
     @staticmethod
@@ -492,13 +482,11 @@ class _Writer:
             item = self._rule(f"{rule}_item", member(f"{rule}_i", "item", schema.get("items")))
             return self._rule(rule, f"({item})" + ("+" if schema.get("minItems") else "*"))
         if kind == "object" and isinstance(properties, Mapping) and properties:
-            needs = schema.get("required")
-            members = [
-                (self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, inner)),) * 2
-                + (isinstance(needs, list) and key in needs,)
-                for k, (key, inner) in enumerate(properties.items())
-            ]
-            return self._rule(rule, _sequence(members)[0])
+            inner, _ = _members(
+                schema,
+                lambda k, key, s: (self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, s)),) * 2,
+            )
+            return self._rule(rule, inner)
         if kind in ("integer", "number", "boolean", "null"):
             return self._json(schema, Values())
         key = self._rule("TAG", r"/[^\s<>]+/")
@@ -521,7 +509,7 @@ class _Writer:
         for i, name in enumerate(self._names):
             body = (
                 f'{opening}"({_choice(named)})"\\s*:\\s*'
-                f'{_regex(json.dumps(name, ensure_ascii=False))}\\s*,\\s*"({_choice(keys)})"\\s*:'
+                f'{exactly(json.dumps(name, ensure_ascii=False))}\\s*,\\s*"({_choice(keys)})"\\s*:'
             )
             schema = self._tools.schemas[name]
             rest = self._rule(
@@ -554,11 +542,6 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex(text: str) -> str:
-    """Return a regular expression, as Lark writes it, for a text."""
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
 def _escapes(backslash: str, third: str) -> str:
     """Return a regular expression for JSON's escapes of a character by its number.
 
@@ -574,20 +557,30 @@ def _escapes(backslash: str, third: str) -> str:
 
 
 def _choice(words: Iterable[str]) -> str:
-    return "|".join(map(_regex, sorted(words)))
+    return "|".join(map(exactly, sorted(words)))
 
 
-def _sequence(members: Sequence[tuple[str, str, bool]]) -> tuple[str, bool]:
-    """Return a rule for members in their order, some of them optional, and whether all may be missing.
+def _members(
+    schema: object, write: Callable[[int, str, object], tuple[str, str]]
+) -> tuple[str, bool]:
+    """Return a rule for an object's properties in their order, and whether all may be missing.
 
     Args:
-        members: for each its text as the first one, its text after others, and whether it is required.
+        schema: the schema of the object.
+        write: gets the number, the name and the schema of a property; returns its text as the first
+            one, and its text after others.
     """
+    properties, required = (
+        schema.get(name) if isinstance(schema, Mapping) else None
+        for name in ("properties", "required")
+    )
     first = rest = ""
     may_be_empty = True
-    for text, later, is_needed in reversed(members):
+    known = properties.items() if isinstance(properties, Mapping) else ()
+    members = [(key, *write(k, key, inner)) for k, (key, inner) in enumerate(known)]
+    for key, text, later in reversed(members):
         following = f"{text} {rest}".rstrip()
-        if is_needed:
+        if isinstance(required, list) and key in required:
             first, rest, may_be_empty = following, f"{later} {rest}".rstrip(), False
         else:
             first = f"({following} | {first})" if first else f"({following})?"

@@ -238,8 +238,9 @@ def test_a_stream_that_is_closed_or_forgotten_frees_its_sequences(ctx: Context) 
 
 
 def test_a_step_of_its_own_engine_is_refused(ctx: Context) -> None:
-    job = ctx.engine.submit(request(PROMPTS[0], constraint=lambda text: bool(list(job)) or True))
-    (result,) = job.results
+    jobs: list[Any] = []
+    jobs.append(ctx.engine.submit(request(PROMPTS[0], constraint=lambda text: bool(list(jobs[0])))))
+    (result,) = jobs[0].results
     assert isinstance(result.error, lb.ConfigError) and "UsageError" in result.error.message
     assert ctx.n_seq_free == ctx.n_seq_max
 

@@ -21,7 +21,7 @@ from ..errors import (
     UsageError,
 )
 from ..generation.output import Produced
-from ..native.handle import forkable_lock, is_held
+from ..native.handle import forkable_lock, held_before, is_held
 from ..native.interrupts import HeldInterrupts
 from ..request.result import EngineStats
 from .drafting import Drafting
@@ -160,7 +160,7 @@ class Core:
             BaseException: a function of ``caller`` raised it, or a signal handler. No text is lost.
         """
         self.check_free()
-        with self._lock:
+        with held_before(self._lock, self.ctx.lock):
             if caller.events or caller.failure is not None:
                 return
             start = perf_counter()

@@ -290,5 +290,5 @@ def test_any_order_of_steps_leaves_each_text_as_it_is_alone(ctx: Context, n_kept
         ):
             walk = Walk(small, alone, seed, tally)
             walk.run(40)
-            assert walk.states.checkpoints.n_bytes == 0
+            assert small.closed or walk.states.checkpoints.n_bytes == 0
     assert tally["returned"] > 10 and tally["comparisons"] > 100, tally

@@ -98,7 +98,7 @@ def test_an_error_of_a_callback_is_its_callers(ctx: Context, where: str) -> None
 
     drafter = lb.FunctionDrafter(lambda tokens, n: [12] * n)
     (expected,) = alone(ctx, request(PROMPTS[1]))
-    job = Engine(ctx, drafter, FIXED).submit(request(PROMPTS[0], **{where: fail}))
+    job = Engine(ctx, drafter, FIXED).submit(request(PROMPTS[0], 12, **{where: fail}))
     (result,) = Engine(ctx, None).generate([request(PROMPTS[1])])
     assert result.tokens == expected
     with pytest.raises(ValueError, match="mine"):

@@ -21,14 +21,12 @@ from ..errors import (
     CacheFullError,
     CapacityError,
     SequencesExhaustedError,
-    UsageError,
 )
 from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
-from ..model.thoughts import closing
 from ..model.tree import TextNode
 from ..pictures import last_words
 from ..run.loop import Loop
@@ -40,8 +38,6 @@ from ..sampling.params import settings_of
 from . import scorer
 from .generation import Generation
 from .snapshot import Snapshot, capture, fill
-
-__all__ = ["Branch"]
 
 
 class Branch(TextNode):
@@ -359,36 +355,6 @@ class Branch(TextNode):
                 text = model.tokenize(text, add_special=False, parse_special=parse_special)
             self.sequence.read(token_list(text), report=on_prompt_progress)
 
-    @property
-    def is_in_thought(self) -> bool:
-        """Whether its text ends inside a thought, according to the tags of the model's chat template.
-
-        A fork of a branch inside a thought is inside that thought too.
-        """
-        model = self.ctx.model
-        if model.chat_template is None or model.turn_format.thought_end is None:
-            return False
-        return model.turn_format.is_in_thought(model.detokenize(self.tokens, special=True))
-
-    def end_thought(self, message: str = "") -> None:
-        """End the thought that the text is in. The answer follows, and a grammar starts there.
-
-        Args:
-            message: the last words of the thought, such as "I have thought enough."
-
-        Raises:
-            UsageError: the text is not inside a thought. CapacityError, DecodeError: the branch is as
-                before.
-        """
-        if not self.is_in_thought:
-            raise UsageError(
-                "the branch is not inside a thought",
-                hint="with most templates a prompt of chat_tokens(..., enable_thinking=True) begins one",
-            )
-        self.append(
-            [*self.ctx.model.tokenize(message, add_special=False), *closing(self.ctx.model)]
-        )
-
     def produce(self) -> Produced:
         """Return the next token without appending it; it depends on logits, settings, seed and position.
 
@@ -625,19 +591,6 @@ class Branch(TextNode):
         super().hang(parent)
         self.sequence.hang(None if parent is None else parent.sequence)
         self.sequence.at = at
-
-    def leave_to_cache(self) -> None:
-        """Prune this branch; its K/V stays in the prefix cache, and its forks become roots.
-
-        For texts that may come back, such as turns of a chat; not for users.
-        """
-        with self._lock:
-            if self.sequence.is_pruned:
-                return
-            for child in self.children:
-                child.detach()
-            self.sequence.keep_cached(is_last=True)
-            self.prune()
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the complete state, without children; see ``restore``.

@@ -18,8 +18,6 @@ from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["Show", "continuation", "log_likelihood", "perplexity", "read_alone", "score"]
-
 # Called with the number of a text, the index of one of its tokens, and the logits before that token,
 # which are valid until it returns.
 Show = Callable[[int, int, LogitsRow], None]
@@ -140,4 +138,4 @@ def _decode(
         for (number, i), row in zip(shown[n_before:], rows, strict=False):
             show(number, i, row)
 
-    batch.decode(ctx.decoder, read=read)
+    ctx.decoder.decode(batch, read=read)

@@ -28,11 +28,9 @@ from ..context.logits import LogitsRow
 from ..errors import LlamaBranchError, SnapshotError, UnsupportedError, UsageError
 from ..files import atomic_write, path_of
 from ..generation.text import Text
-from ..native import engine_versions
+from ..native.library import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
-
-__all__ = ["Snapshot", "capture", "fill"]
 
 _MAGIC = b"\x89LBRANCH"
 _VERSION, _WITH_HIDDEN = 1, 2  # before 0.5 a file could end with hidden states, which are skipped
@@ -287,20 +285,6 @@ class Snapshot:
         elif not n and len(self.state):
             raise SnapshotError("the snapshot has K/V but no tokens")
 
-    def sampler(self, ctx: Context) -> Sampler:
-        """Return a sampler that has accepted the tokens.
-
-        Raises:
-            SnapshotError: its settings or its grammar do not fit the tokens or the model.
-        """
-        tokens = self.tokens.tolist()
-        try:
-            fresh = Sampler(ctx.model, self.sampling, self.grammar)
-            start = self.appended[-1][1] if self.appended else self.n_prompt
-            return fresh.replay(tokens[:start], tokens[start:])
-        except LlamaBranchError as error:
-            raise SnapshotError(f"the snapshot cannot be restored: {error}") from error
-
 
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
     """Raise an error unless ``n_tokens`` fit and ``n_state`` bytes are possible for so many tokens."""
@@ -440,14 +424,20 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     """Restore a snapshot into an empty sequence.
 
     Raises:
-        SnapshotError: it is from another model or setting, or is inconsistent.
+        SnapshotError: it is from another model or setting, or is inconsistent; or its settings or its
+        grammar do not fit the tokens or the model.
         CacheFullError: not enough free cells.
         After an error the sequence may hold anything: release it.
     """
     ctx = sequence.ctx
     snapshot.check(ctx, trusted=trusted)
-    sampler = snapshot.sampler(ctx)
     tokens = snapshot.tokens.tolist()
+    start = snapshot.appended[-1][1] if snapshot.appended else snapshot.n_prompt
+    try:
+        sampler = Sampler(ctx.model, snapshot.sampling, snapshot.grammar)
+        sampler = sampler.replay(tokens[:start], tokens[start:])
+    except LlamaBranchError as error:
+        raise SnapshotError(f"the snapshot cannot be restored: {error}") from error
     if tokens:
         ctx.decoder.make_room(len(tokens))
         if not ctx.kv_cache.set_state(sequence.seq_id, snapshot.state, len(tokens)):

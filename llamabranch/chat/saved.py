@@ -17,8 +17,6 @@ from ..model import Model
 from ..sampling import SamplingParams
 from .conversation import Branches, Exchange, exchanges_of
 
-__all__ = ["SavedChat", "read_chat", "saved_model", "write_chat"]
-
 _VERSION = 2
 
 

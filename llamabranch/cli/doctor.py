@@ -41,8 +41,6 @@ REBUILD = (
 )
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 
-Check = tuple[str, bool, str]  # the name of a test, whether it passed, details
-
 
 @with_options("threads", "verbose")
 def doctor(given: Given, console: Console) -> None:
@@ -59,7 +57,7 @@ def doctor(given: Given, console: Console) -> None:
             console.line(f"{label}: {value}")
 
     tell(_versions())
-    checks, advice = list[Check](), list[str]()
+    advice, all_passed = list[str](), False
     try:
         from llamabranch.bench.machine import Machine, processor_flags
 
@@ -71,15 +69,11 @@ def doctor(given: Given, console: Console) -> None:
         )
     # A broken build can fail in any way, and this command must report it.
     except Exception as error:
-        checks.append(_failed("loading llama.cpp and the bundled pair", error))
+        _report_failure(console, "loading llama.cpp and the bundled pair", error)
     else:
         tell(_context(target))
-        checks += _self_test(target, draft)
+        all_passed = _self_test(console, target, draft)
         advice = advise(machine, processor_flags(), target.n_threads, on_gpu=target.model.on_gpu)
-    for name, passed, detail in checks:
-        style = "green" if passed else "bold red"
-        console.line(f"{'ok  ' if passed else 'FAIL'}  {name}: {detail}", style)
-    all_passed = all(passed for _, passed, _ in checks)
     if not all_passed:
         advice.append("a test failed: please report it with everything above")
     for line in advice or ["nothing to improve was found"]:
@@ -121,25 +115,24 @@ def _described(machine: Machine) -> dict[str, str]:
 
 
 def _context(context: lb.Context) -> dict[str, str]:
-    can = context.capabilities
     return {
         "runs on": "a GPU" if context.model.on_gpu else "the CPU",
         "llamabranch's core": lb.system_info().rpartition("llamabranch core:")[2].strip(),
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
-        "K/V type": context.kv_type,
-        "flash attention": "off" if context.params.flash_attention is False else "on",
-        "exact": "yes" if can.exact else f"no: {can.exact_reason}",
     }
 
 
 # -- the self-test --------------------------------------------------------------------------------------
 
 
-def _failed(name: str, error: Exception) -> Check:
-    return name, False, f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _report_failure(console: Console, name: str, error: Exception) -> None:
+    message = " ".join(str(error).split())
+    console.line(f"FAIL  {name}: {type(error).__name__}: {message}", "bold red")
 
 
-def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
+def _self_test(console: Console, target: lb.Context, draft: lb.Context) -> bool:
+    """Run the tests and report each; return whether all passed."""
+
     def texts(drafter: lb.Drafter | None) -> None:
         requests = [
             lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=lb.SamplingParams(seed=seed))
@@ -150,19 +143,20 @@ def _self_test(target: lb.Context, draft: lb.Context) -> list[Check]:
             if result.error is not None:
                 raise result.error
 
-    checks = list[Check]()
     tests: dict[str, Callable[[], None]] = {
         "four texts in one batch": lambda: texts(None),
         "speculative decoding": lambda: texts(lb.ModelDrafter(draft)),
         "the cache's accounting": target.audit,
     }
+    n_failed = 0
     for name, test in tests.items():
         try:
             test()
-            checks.append((name, True, "no error"))
+            console.line(f"ok    {name}: no error", "green")
         except lb.LlamaBranchError as error:
-            checks.append(_failed(name, error))
-    return checks
+            n_failed += 1
+            _report_failure(console, name, error)
+    return not n_failed
 
 
 # -- advice ----------------------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ slices of runs, both its own and inherited ones. A cell is free when no sequence
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-
-__all__ = ["CellTable", "Usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,23 +267,7 @@ class CellTable:
         self._newest = [-1] * self.n_seq_max
         self.with_holes.clear()
 
-    def usage(self, kept: Collection[int] = ()) -> Usage:
-        """Count the used cells, each once, and the cells that two or more sequences use.
-
-        ``kept`` are the sequences of the prefix cache: cells that only they use count as cached.
-        """
-        lengths = {
-            i: self.length(i) for i, s in enumerate(self._sequences) if s.slices and i not in kept
-        }
-        used, shared = self._count(lengths)
-        cached = self._count([*lengths, *kept])[0] - used if kept else 0
-        return Usage(self.n_cells, used, shared, lengths, cells_cached=cached)
-
-    def n_used(self, seqs: Iterable[int]) -> int:
-        """Return how many cells these sequences use, each counted once."""
-        return self._count(seqs)[0]
-
-    def _count(self, seqs: Iterable[int]) -> tuple[int, int]:
+    def count(self, seqs: Iterable[int]) -> tuple[int, int]:
         """Return how many cells these sequences use, and how many cells two or more share."""
         edges: dict[_Run, list[tuple[int, int]]] = {}
         for seq_id in seqs:

@@ -7,17 +7,17 @@ position can be put back, and only the tokens after it are decoded again. Forks 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Checkpoint", "Checkpoints"]
-
 _position = attrgetter("n_tokens")
 
 
+@dataclass(eq=False)
 class Checkpoint:
     """The state of a sequence after its first ``n_tokens``.
 
@@ -28,13 +28,10 @@ class Checkpoint:
         n_users: how many sequences use it.
     """
 
-    def __init__(
-        self, n_tokens: int, state: npt.NDArray[np.uint8], row: npt.NDArray[np.float32] | None
-    ) -> None:
-        self.n_tokens = n_tokens
-        self.state = state
-        self.row = row
-        self.n_users = 0
+    n_tokens: int
+    state: npt.NDArray[np.uint8]
+    row: npt.NDArray[np.float32] | None
+    n_users: int = 0
 
     @property
     def n_bytes(self) -> int:

@@ -7,15 +7,17 @@ Otherwise the tokens are decoded again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
-from ..native import call_in_thread, release_threads
+from ..native.context import release_threads
+from ..native.interrupts import call_in_thread
 from .memory import Memory
-from .prefix_cache import CachedPrefix, CachedPrefixes, PrefixCache
+from .prefix_cache import CachedPrefix, PrefixCache, longest_prefix
 from .runner import Runner, decode_run
 
-__all__ = ["Replayable", "rewrite_in_order"]
+# Write a text: share the cells of its first tokens with a sequence, then write the others.
+_Step = tuple[CachedPrefix, int, int]  # the text, that sequence, and the number of shared tokens
 
 
 @runtime_checkable
@@ -31,14 +33,6 @@ class Replayable(Protocol):
     seq_id: int
     position: int
     tokens: list[int]
-
-
-class _Step(NamedTuple):
-    """Write a text: share the first ``n_shared`` tokens of ``source``, then write the others."""
-
-    text: CachedPrefix
-    source: int
-    n_shared: int
 
 
 def rewrite_in_order(
@@ -79,14 +73,14 @@ def rewrite_in_order(
 
 
 def _plan(texts: Iterable[CachedPrefix]) -> list[_Step]:
-    """Return the order in which to write the sequences; a prefix comes before texts that continue it."""
-    written = CachedPrefixes()
+    """Return the order in which to write the texts; a prefix comes before texts that continue it."""
+    written: list[CachedPrefix] = []
     plan = []
     for text in sorted(texts, key=lambda text: len(text.tokens)):
-        n, source = written.find(text.tokens)
-        plan.append(_Step(text, -1 if source is None else source.seq_id, n))
+        n, source = longest_prefix(written, text.tokens)
+        plan.append((text, -1 if source is None else source.seq_id, n))
         if n < len(text.tokens):
-            written.add(text)
+            written.append(text)
     return plan
 
 

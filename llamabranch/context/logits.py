@@ -16,8 +16,6 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow", "TokenScore", "lent"]
-
 Logits = npt.NDArray[np.float32]
 
 _FLOOR = np.float32(-1e4)  # exp of it is 0
@@ -76,17 +74,29 @@ class LogitsRow:
 
     ``array`` (V,) is a view into llama.cpp's buffer until the next decode. ``users`` counts the objects
     that still need it; before the next decode overwrites the buffer, a row with users is copied.
+    ``seq_id`` is the sequence of the text that has it as the logits after its last token, or -1. If
+    that text is its only user and gets a new row, the row need not be copied.
 
     Args:
         array: the logits.
         address: their address in memory; 0 = take it from ``array``.
     """
 
-    __slots__ = ("_address", "_best", "_drawn", "_entropy", "_logsumexp", "array", "users")
+    __slots__ = (
+        "_address",
+        "_best",
+        "_drawn",
+        "_entropy",
+        "_logsumexp",
+        "array",
+        "seq_id",
+        "users",
+    )
 
     def __init__(self, array: Logits, address: int = 0) -> None:
         self.array = array
         self.users = 0
+        self.seq_id = -1
         self._address = address
         self._best = -1
         self._logsumexp: float = _UNKNOWN
@@ -141,18 +151,16 @@ class LogitsRow:
         return self._entropy
 
     def alternatives(self, model: Model, k: int) -> tuple[Alternative, ...]:
-        """Return the ``k`` most probable tokens as ``top`` does, with their texts."""
+        """Return the ``k`` most probable tokens, best first, with their texts."""
         if not k:
             return ()
         piece = model.piece if model.has_text else lambda _: b""
-        return tuple(Alternative(t, p, piece(t).decode("utf-8", "replace")) for t, p in self.top(k))
-
-    def top(self, k: int) -> list[tuple[int, float]]:
-        """Return the ``k`` most probable tokens with their log-probabilities (nats), best first."""
         k = min(k, len(self.array))
         best = np.argpartition(-self.array, k - 1)[:k]
-        order = best[np.lexsort((best, -self.array[best]))]
-        return [(int(token), self.logprob(int(token))) for token in order]
+        order = best[np.lexsort((best, -self.array[best]))].tolist()
+        return tuple(
+            Alternative(t, self.logprob(t), piece(t).decode("utf-8", "replace")) for t in order
+        )
 
     @property
     def best(self) -> int:
@@ -196,42 +204,29 @@ class LogitsRow:
             drawn = self._drawn
             if drawn is not None and drawn[0] is compiled and drawn[1] == seed:
                 return drawn[2]
-            token = self.sample(compiled, seed, position, measured=measured)
+            measured = measured and self._logsumexp is _UNKNOWN
+            token = compiled.sample(self.address, seed, position, DRAW, measured)
+            self._note(compiled, measured)
             if token >= 0:
                 return token
         return sampler.distribution(self.array, position, seed).draw(seed, position)
-
-    def sample(
-        self,
-        compiled: core.RowSampler,
-        seed: int,
-        position: int,
-        purpose: int = DRAW,
-        *,
-        measured: bool = True,
-    ) -> int:
-        """Draw with the compiled core, and measure the row in the same call if it was not measured yet.
-
-        Returns:
-            The token that ``Distribution.draw`` draws; -1 = the core leaves the row to NumPy.
-        """
-        measured = measured and self._logsumexp is _UNKNOWN
-        token = compiled.sample(self.address, seed, position, purpose, measured)
-        if measured:
-            choice = compiled.choice
-            self.note(choice.best, choice.logsumexp, choice.entropy)
-        return token
 
     def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
         """Keep the results of the native step that decoded this row, including the token that it drew.
 
         The draw is for the position after the row's token, the only position that a row is used for.
         """
+        self._note(compiled, measured)
+        if compiled.choice.token >= 0:
+            self._drawn = (compiled, seed, compiled.choice.token)
+
+    def _note(self, compiled: core.RowSampler, measured: bool) -> None:
+        """Keep what the compiled core has measured; ``best`` is -1 if it could not measure the row."""
         choice = compiled.choice
-        if measured:
-            self.note(choice.best, choice.logsumexp, choice.entropy)
-        if choice.token >= 0:
-            self._drawn = (compiled, seed, choice.token)
+        if measured and choice.best >= 0:
+            self._best, self._logsumexp, self._entropy = (
+                choice.best, choice.logsumexp, choice.entropy,
+            )  # fmt: skip
 
     @property
     def address(self) -> int:
@@ -240,15 +235,11 @@ class LogitsRow:
             self._address, self.array = core.address_of(self.array)
         return self._address
 
-    def note(self, best: int, logsumexp: float, entropy: float) -> None:
-        """Keep what the compiled core has measured; ``best`` is -1 if it could not measure the row."""
-        if best >= 0:
-            self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
-
     def _measure(self) -> None:
         if core.available and len(self.array):
-            self.note(*core.measure(self.address, 1, len(self.array))[0])
-            if self._logsumexp is not _UNKNOWN:
+            best, logsumexp, entropy = core.measure(self.address, len(self.array))
+            if best >= 0:
+                self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
                 return
         row = self.array
         top = float(row[self.best])

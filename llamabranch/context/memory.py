@@ -10,22 +10,20 @@ expects valid arguments and a caller that holds the context's lock. Nothing here
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, DecodeError, SnapshotError
-from ..native import ContextHandle, StateLayout, max_sequences
+from ..native.context import ContextHandle
 from ..native.interrupts import uninterrupted
+from ..native.library import max_sequences
+from ..native.state_layout import StateLayout
 from .cell_table import CellTable, Usage
 from .checkpoints import Checkpoint, Checkpoints
 from .hidden_states import HiddenStates
-
-__all__ = [
-    "END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "RollingBack", "States", "Windowed",
-]  # fmt: skip
 
 State = npt.NDArray[np.uint8]
 Row = npt.NDArray[np.float32]
@@ -123,10 +121,12 @@ class Memory:
         disorders: how often cells came out of order so far.
         can_draft: the end of a sequence can be dropped, so drafts are verified in place.
         forks_copy: a fork copies K/V; otherwise it costs nothing.
+        cells_per_sequence: the number of cells of each sequence; None = they share all cells.
     """
 
     can_draft = True
     forks_copy = False
+    cells_per_sequence: int | None = None
 
     def __init__(
         self,
@@ -139,7 +139,6 @@ class Memory:
         self.state_layout = state_layout
         self.cells = CellTable(handle.n_ctx, n_seq_max)
         self.next_position = self.cells.next_position
-        self.first_position = self.cells.first_position
         self.append: Callable[..., None] = self.cells.append
         self.hidden: HiddenStates | None = None
         self.prefix_seq_ids: set[int] = set()
@@ -194,21 +193,27 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp cannot copy unshared cells. ``target`` is then empty.
         """
-        if self.first_position(target) >= 0:
+        if self.next_position(target):
             self.drop(target, 0)
         n_held = self.next_position(source)
-        n = min(n, n_held)
-        if not n or not (n == n_held or self.can_cut(source, n)):
-            return 0
-        self._fork(source, target, n, n_held)
-        return n
+        n = n_held if n >= n_held else self.usable(source, n)
+        if n:
+            with self._emptied_on_error(target):
+                self._fork(source, target, n, n_held)
+        return self.next_position(target)
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
+        """Fork into an empty sequence."""
+        self.handle.copy(source, target, 0, n if n < n_held else -1)
+        self.cells.copy(source, target, 0, n)
+
+    @contextmanager
+    def _emptied_on_error(self, seq_id: int, start: int = 0) -> Iterator[None]:
+        """If the block raises anything, drop what a sequence has from ``start`` on."""
         try:
-            self.handle.copy(source, target, 0, n if n < n_held else -1)
-            self.cells.copy(source, target, 0, n)
-        except BaseException:
-            self._remove(target, 0, END)
+            yield
+        except BaseException:  # cells and table must change together
+            self._remove(seq_id, start, END)
             raise
 
     def distrust(self, seqs: Iterable[int]) -> None:
@@ -332,13 +337,14 @@ class Memory:
     def n_vacant(self) -> int:
         """Number of cells that are empty and not quarantined."""
         cells = self.cells
-        return cells.n_cells - cells.n_used(range(cells.n_sequences)) - self.order.n_cells
+        return cells.n_cells - cells.count(range(cells.n_sequences))[0] - self.order.n_cells
 
     @property
     def n_free(self) -> int:
         """Number of cells that no sequence uses, or only the prefix cache."""
         cells, cached = self.cells, self.prefix_seq_ids
-        return cells.n_cells - cells.n_used(s for s in range(cells.n_seq_max) if s not in cached)
+        used, _ = cells.count(i for i in range(cells.n_seq_max) if i not in cached)
+        return cells.n_cells - used
 
     @property
     def in_order(self) -> bool:
@@ -412,22 +418,27 @@ class Memory:
         Raises:
             SnapshotError: llama.cpp rejects it. The sequence is as before.
         """
-        try:
-            self.handle.set_state(_MOVED, state)
-            self.handle.copy(_MOVED, seq_id, start, -1)
-            self.handle.remove(_MOVED, 0, -1)
+        with self._emptied_on_error(seq_id, start):
+            try:
+                self.handle.set_state(_MOVED, state)
+                self.handle.copy(_MOVED, seq_id, start, -1)
+            finally:
+                self.handle.remove(_MOVED, 0, -1)
             self.cells.append(seq_id, n_tokens)
-        except BaseException:
-            self.handle.remove(_MOVED, 0, -1)
-            self._remove(seq_id, start, END)
-            raise
 
     # -- accounts ----------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
-        """Return how full the cache is."""
-        usage = self.cells.usage(self.prefix_seq_ids)
-        return replace(usage, cells_reserved=self.order.n_cells, in_order=self.in_order)
+        """Return how full the cache is. Cells that only the prefix cache uses count as cached."""
+        cells, cached = self.cells, self.prefix_seq_ids
+        others = (i for i in range(cells.n_sequences) if i not in cached)
+        lengths = {i: n for i in others if (n := cells.length(i))}
+        used, shared = cells.count(lengths)
+        n_cached = cells.count([*lengths, *cached])[0] - used if cached else 0
+        return Usage(
+            cells.n_cells, used, shared, lengths, self.order.n_cells, self.in_order, n_cached,
+            self.cells_per_sequence,
+        )  # fmt: skip
 
     def audit(self) -> None:
         """Compare the table with llama.cpp's own positions.
@@ -436,7 +447,7 @@ class Memory:
             DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
         for seq_id in range(self.cells.n_sequences):
-            own_range = self.first_position(seq_id), self.next_position(seq_id) - 1
+            own_range = self.cells.first_position(seq_id), self.next_position(seq_id) - 1
             ours, theirs = self._compared(seq_id, own_range, self.handle.position_range(seq_id))
             if ours != theirs:
                 raise DecodeError(
@@ -496,16 +507,13 @@ class Windowed(Memory):
 
         After a restore some are missing: a saved state has only the cells of the window at its end.
         """
-        first = max(0, self.first_position(seq_id), n - self._window + 1)
-        return not n or self.handle.position_range(seq_id)[0] <= first
+        first = max(0, self.cells.first_position(seq_id), n - self._window + 1)
+        handle = self.handle
+        return not n or handle.closed or handle.position_range(seq_id)[0] <= first
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)
-        try:
-            self.prepare(target, 0)
-        except BaseException:
-            self._remove(target, 0, END)
-            raise
+        self.prepare(target, 0)
 
     def _remove(self, seq_id: int, start: int, end: int) -> bool:
         """Remove positions, also from the shadow."""
@@ -542,7 +550,7 @@ class NonUnified(Memory):
     def __init__(self, handle: ContextHandle, state_layout: StateLayout | None = None) -> None:
         super().__init__(handle, state_layout)
         self.spare_seq_ids = range(0)  # only the sequences of the context have cells
-        self._n_cells_seq = handle.n_ctx_seq
+        self.cells_per_sequence = handle.n_ctx_seq
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
         """Return the order of the sequence ids: llama.cpp computes several only in that order."""
@@ -550,19 +558,14 @@ class NonUnified(Memory):
         return None if order == list(range(len(seqs))) else order
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
-        try:
-            self.handle.set_state(target, self.handle.state(source))
-            if n < n_held:
-                self.handle.remove(target, n, -1)
-            self.cells.append(target, n)
-            if self.hidden is not None:
-                self.hidden.set_all(target, self.hidden.of(source, 0, n))
-            if source in self.cells.with_holes:
-                self.cells.with_holes.add(target)
-        except BaseException:
-            self.handle.remove(target, 0, -1)
-            self.cells.remove(target, 0, END)
-            raise
+        self.handle.set_state(target, self.handle.state(source))
+        if n < n_held:
+            self.handle.remove(target, n, -1)
+        self.cells.append(target, n)
+        if self.hidden is not None:
+            self.hidden.set_all(target, self.hidden.of(source, 0, n))
+        if source in self.cells.with_holes:
+            self.cells.with_holes.add(target)
 
     @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
@@ -572,7 +575,7 @@ class NonUnified(Memory):
 
     def room(self, seq_id: int, n: int) -> int:
         """Return how many of ``n`` tokens fit into the sequence's cells."""
-        return min(n, self._n_cells_seq - self.next_position(seq_id))
+        return min(n, self.handle.n_ctx_seq - self.next_position(seq_id))
 
     def has_room(self, n: int, n_needed: int) -> bool:
         """Return True, because other sequences cannot take a new sequence's cells."""
@@ -585,7 +588,7 @@ class NonUnified(Memory):
     def full_error(self, n: int) -> CacheFullError:
         """Return the error for a sequence that has used all its cells."""
         return CacheFullError(
-            f"a sequence is full: each has {self._n_cells_seq} cells of its own",
+            f"a sequence is full: each has {self.cells_per_sequence} cells of its own",
             hint="create the context with a larger n_ctx, which is divided among the sequences",
         )
 
@@ -593,10 +596,6 @@ class NonUnified(Memory):
     def in_order(self) -> bool:
         """Whether no sequence was cut in its middle."""
         return not self.cells.with_holes
-
-    def usage(self) -> Usage:
-        """Return how full the cache is, and how many cells a sequence has."""
-        return replace(super().usage(), cells_per_sequence=self._n_cells_seq)
 
 
 class States(Memory):
@@ -672,20 +671,10 @@ class States(Memory):
         point = self.checkpoints.find(seq_id, n)
         return 0 if point is None else point.n_tokens
 
-    @uninterrupted
-    def fork(self, source: int, target: int, n: int = END) -> int:
-        """Make ``target`` hold the first tokens of ``source``: at most ``n``, limited by `usable`."""
-        if not self.usable(source, n):
-            if self.first_position(target) >= 0:
-                self.drop(target, 0)
-            return 0
-        try:
-            super().fork(source, target)
-            self.checkpoints.share(source, target)
-            return self.cut(target, n)
-        except BaseException:
-            self.drop(target, 0)
-            raise
+    def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
+        super()._fork(source, target, n_held, n_held)
+        self.checkpoints.share(source, target)
+        self.cut(target, n)
 
     def can_cut(self, seq_id: int, n: int) -> bool:
         """Return whether there is nothing to cut."""
@@ -701,12 +690,10 @@ class States(Memory):
         if end <= n and self.handle.position_range(seq_id)[1] == end - 1:
             return end
         point = self.checkpoints.find(seq_id, min(n, end))
-        try:
-            if point is not None and self._return_to(seq_id, point):
-                return point.n_tokens
-        except BaseException:  # cells and table must change together
-            self.drop(seq_id, 0)
-            raise
+        if point is not None:
+            with self._emptied_on_error(seq_id):
+                if self._return_to(seq_id, point):
+                    return point.n_tokens
         self.drop(seq_id, 0)
         return 0
 
@@ -732,10 +719,6 @@ class States(Memory):
     def fits(self, n: int, count_free: Callable[[], int]) -> int:
         """Return how many tokens can be verified on a fork, which needs a free sequence."""
         return n if n and count_free() else 0
-
-    def fit_together(self, lengths: Sequence[int]) -> list[int]:
-        """Return zeros: nothing can be dropped in place."""
-        return [0] * len(lengths)
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is at the end of its sequence

@@ -15,7 +15,9 @@ import numpy as np
 from ..arguments import figure
 from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedError
 from ..model import Model
-from ..native import ContextHandle, NativeContextParams, StateLayout, max_sequences
+from ..native.context import ContextHandle
+from ..native.library import max_sequences
+from ..native.state_layout import StateLayout
 from .cell_table import Usage
 from .exactness import most_exact_rows, why_not_exact
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
@@ -98,28 +100,68 @@ def open_native(
         requested = _head_params(model, target, requested)
     else:
         _check_generates(model)
-    resolved = requested.resolve(model)  # raises its errors before a warning
+    params = requested.resolve(model)  # raises its errors before a warning
+    is_head = target is not None
     if not model.shares_memory:
-        check_room(model, resolved, is_head=target is not None)
+        check_room(model, params, is_head=is_head)
     n_trained = _trained_length(model, requested)
-    params, capabilities, memory = _probed(model, requested, target)
+    if requested.n_rs_seq == "auto" and not is_head:
+        params = replace(params, n_rs_seq=_most_rollback(model, params))
+    if params.exact:
+        _check_exact(model, why_not_exact(model, params, is_head=is_head))
+    handle = _create(model, params, target)
     try:
-        encoded = 0 if target is None else _open_head(memory.handle, model, target)
-    except BaseException:
-        memory.handle.close()
+        if params.exact:  # the only thing that is measured
+            n_exact = most_exact_rows(Runner(_plain_memory(handle)), model, params)
+            if n_exact < (params.n_ubatch or handle.n_batch):
+                handle.close()
+                # Without unified KV llama.cpp computes one token of every sequence together.
+                least = max(2, 1 if params.kv_unified else params.n_seq_max or 0)
+                reason = f"measured: logits of batches of more than {n_exact} tokens differ"
+                _check_exact(model, reason if n_exact < least else "")
+                params = replace(params, n_ubatch=n_exact)
+                handle = _create(model, params, target)
+        encoded = 0
+        if target is not None and model.shares_memory:  # trials need memory
+            capabilities, memory = _probe_sharing_head(handle, target.capabilities)
+        else:
+            capabilities, memory = _probe(handle, model, params, is_head=is_head)
+        if target is not None:
+            if not model.shares_memory and not memory.can_draft:
+                raise UnsupportedError(
+                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                )
+            encoded = _open_head(handle, model, target)
+    except BaseException as error:
+        handle.close()
+        if requested.kv_unified == "auto" and isinstance(error, UnsupportedError):
+            return open_native(model, replace(requested, kv_unified=True), target)
         raise
-    return (
-        params,
-        capabilities,
-        Runner(memory, n_trained, encoded, _watch(model, requested, params, memory)),
-    )
+    watch = _watch(model, requested, params, handle)
+    return params, capabilities, Runner(memory, n_trained, encoded, watch)
+
+
+def _check_exact(model: Model, reason: str) -> None:
+    """Raise UnsupportedError if there is a ``reason`` why a context of ``model`` is not exact."""
+    if reason:
+        hint = (
+            "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
+            f"such as Q8_0 or Q4_0, kv_type {' or '.join(EXACT_KV_TYPES)}, and flash attention"
+        )
+        if model.extra_buffers:
+            hint += "; extra_buffers=False may allow some"
+        raise UnsupportedError(f"this context cannot be exact: {reason}", hint=hint)
+
+
+def _plain_memory(handle: ContextHandle) -> Memory:
+    return Memory(handle) if handle.kv_unified else NonUnified(handle)
 
 
 def _watch(
-    model: Model, requested: ContextParams, params: ContextParams, memory: Memory
+    model: Model, requested: ContextParams, params: ContextParams, handle: ContextHandle
 ) -> ThreadWatch | None:
     """Return a watch that uses fewer threads on busy cores; None if their number was set."""
-    handle, most = memory.handle, params.n_threads or 1
+    most = params.n_threads or 1
     if requested.n_threads or requested.n_threads_batch or most == 1 or model.on_gpu:
         return None
     return ThreadWatch(handle.set_threads, sorted({1, most // 2, most}, reverse=True))
@@ -155,52 +197,6 @@ def _trained_length(model: Model, requested: ContextParams) -> int | None:
     return None  # warn only once
 
 
-def _probed(
-    model: Model, requested: ContextParams, target: Target | None
-) -> tuple[ContextParams, Capabilities, Memory]:
-    """Create the native context and try out what it can do; return its parameters too.
-
-    It is created again only if an exact context must compute fewer rows at once.
-    """
-    resolved = requested.resolve(model)
-    if requested.n_rs_seq == "auto" and target is None:
-        resolved = replace(resolved, n_rs_seq=_most_rollback(model, resolved))
-    is_head = target is not None
-    reason = why_not_exact(model, resolved, is_head=is_head) if resolved.exact else ""
-    while True:
-        if reason:
-            hint = (
-                "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
-                f"such as Q8_0 or Q4_0, kv_type {' or '.join(EXACT_KV_TYPES)}, and flash attention"
-            )
-            raise UnsupportedError(
-                f"this context cannot be exact: {reason}",
-                hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
-            )
-        handle = _create(model, resolved.native(), target)
-        try:
-            if target is not None and model.shares_memory:  # trials need memory
-                return resolved, *_probe_sharing_head(handle, target.capabilities)
-            capabilities, memory, n_exact = _probe(handle, model, resolved, is_head=is_head)
-            if is_head and not memory.can_draft:
-                raise UnsupportedError(
-                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
-                )
-        except BaseException as error:
-            handle.close()
-            if requested.kv_unified == "auto" and isinstance(error, UnsupportedError):
-                return _probed(model, replace(requested, kv_unified=True), target)
-            raise
-        if not resolved.exact or capabilities.exact:
-            return resolved, capabilities, memory
-        handle.close()
-        # Without unified KV llama.cpp computes one token of every sequence together.
-        if n_exact >= (2 if resolved.kv_unified else max(2, resolved.n_seq_max or 0)):
-            resolved = replace(resolved, n_ubatch=n_exact)
-        else:
-            reason = capabilities.exact_reason
-
-
 def _most_rollback(model: Model, params: ContextParams) -> int:
     """Return how many states of the last tokens fit into memory; 0 if the file has none."""
     room = (memory_bytes() or 0) // _ROLLBACK_PART
@@ -209,8 +205,9 @@ def _most_rollback(model: Model, params: ContextParams) -> int:
     return next((n for n in _ROLLBACKS if n <= most and n * of_each <= room), 0) if of_each else 0
 
 
-def _create(model: Model, native: NativeContextParams, target: Target | None) -> ContextHandle:
+def _create(model: Model, params: ContextParams, target: Target | None) -> ContextHandle:
     """Return the native context; ``target`` is set for the context of a head."""
+    native = params.native()
     if target is None:
         handle = ContextHandle(model.handle, native)
         if not handle.has_memory:
@@ -288,10 +285,8 @@ def _head_params(model: Model, target: Target, requested: ContextParams) -> Cont
 
 def _probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
-) -> tuple[Capabilities, Memory, int]:
+) -> tuple[Capabilities, Memory]:
     """Find out by short trials what an empty context can do; return that and its empty memory.
-
-    The third value is the most rows that are exact at once, if the context has to be exact.
 
     Args:
         params: the resolved parameters with which the context was created.
@@ -302,7 +297,7 @@ def _probe(
     # llama.cpp reports a removal as done even if cells that the window needs are already gone; later
     # decodes would attend to an incomplete window. With ``swa_full`` and ``Windowed`` these cells stay.
     window = model.n_swa if model.memory_type == "sliding-window" else 0
-    memory = Memory(handle) if handle.kv_unified else NonUnified(handle)
+    memory = _plain_memory(handle)
     runner = Runner(memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
@@ -320,14 +315,6 @@ def _probe(
     if not can_truncate:
         n_rollback, rollback_reason = _can_undo(runner, model, params)
         can_return, reason = _can_return(runner, model.n_vocab, params.checkpoint_ram)
-    is_exact, exact_reason, n_exact = False, "not asked for (exact=True asks for it)", 0
-    if params.exact:
-        n_exact = most_exact_rows(runner, model, params)
-        n_ubatch = params.n_ubatch or handle.n_batch
-        is_exact = n_exact >= n_ubatch
-        exact_reason = f"measured: logits of batches of {n_ubatch} tokens are equal to the bit"
-        if not is_exact:
-            exact_reason = f"measured: logits of batches of more than {n_exact} tokens differ"
     if not handle.kv_unified:
         _check_copies(layout)
         memory = NonUnified(handle, layout)
@@ -339,14 +326,16 @@ def _probe(
     elif window:
         memory = Windowed(handle, layout, window)
     else:
-        memory = Memory(handle, layout, keeps_order=is_exact)
+        memory = Memory(handle, layout, keeps_order=params.exact)
     capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
         recurrent=recurrent,
-        exact=is_exact,
-        exact_reason=exact_reason,
+        exact=params.exact,
+        exact_reason=f"measured: logits of batches of {params.n_ubatch} tokens are equal to the bit"
+        if params.exact
+        else "not asked for (exact=True asks for it)",
         state_bytes=state_bytes,
         checkpoints=can_return,
         checkpoints_reason=reason,
@@ -354,7 +343,7 @@ def _probe(
         rollback_reason=rollback_reason,
         rollback_bytes=handle.n_rollback * state_bytes,
     )
-    return capabilities, memory, n_exact
+    return capabilities, memory
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:

@@ -10,100 +10,49 @@ that other sequences also use stay, since evicting them would free nothing.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ..model.text import n_common
 from ..native.interrupts import uninterrupted
-from .memory import END, Memory, Row
+from .memory import END, Memory
 from .sequence_ids import SequenceIds
-
-__all__ = ["MIN_SHARED", "CachedPrefix", "CachedPrefixes", "PrefixCache"]
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 _FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
 
-_tokens = attrgetter("tokens")
 
-
+@dataclass(eq=False)
 class CachedPrefix:
     """A text, with the sequence that refers to its cells.
 
     Attributes:
-        tokens: its token ids; do not change them while the text is in a collection.
+        tokens: its token ids.
         seq_id: the sequence; -1 if it has none.
     """
 
-    def __init__(self, tokens: list[int], seq_id: int = -1) -> None:
-        self.tokens = tokens
-        self.seq_id = seq_id
+    tokens: list[int]
+    seq_id: int = -1
 
 
-class CachedPrefixes:
-    """Different texts, the least recently used first. A search compares log2(n) texts."""
+def longest_prefix(
+    texts: Iterable[CachedPrefix],
+    tokens: Sequence[int],
+    usable: Callable[[int, int], int] = lambda _seq_id, n: n,
+) -> tuple[int, CachedPrefix | None]:
+    """Return the length of the longest prefix of ``tokens`` that a text has, and that text.
 
-    def __init__(self) -> None:
-        self._sorted: list[CachedPrefix] = []  # by tokens: texts that begin alike are neighbours
-        self._used: OrderedDict[CachedPrefix, None] = OrderedDict()  # least recently used first
-
-    def __len__(self) -> int:
-        return len(self._used)
-
-    def __iter__(self) -> Iterator[CachedPrefix]:
-        return iter(list(self._used))
-
-    def __contains__(self, text: CachedPrefix) -> bool:
-        return text in self._used
-
-    def find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        """Return the length of the longest common prefix of ``tokens`` and a text, and that text."""
-        tokens, n, best = list(tokens), 0, None
-        at = bisect_left(self._sorted, tokens, key=_tokens)
-        for text in self._sorted[max(0, at - 1) : at + 1]:
+    ``usable(seq_id, n)`` returns how many of the first ``n`` tokens of a text can be shared.
+    """
+    tokens, n, best = list(tokens), 0, None
+    for text in texts:
+        # Most texts do not have more in common, and one comparison shows it.
+        if text.tokens[n : n + 1] == tokens[n : n + 1]:
             common = n_common(text.tokens, tokens)
-            if common > n:
+            if common > n and (common := usable(text.seq_id, common)) > n:
                 n, best = common, text
-        return n, best
-
-    def find_whole(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        """Return the length of the longest text that is a prefix of ``tokens``, and that text."""
-        beginning = list(tokens)
-        while at := bisect_right(self._sorted, beginning, key=_tokens):
-            text = self._sorted[at - 1]
-            n = n_common(text.tokens, beginning)
-            if n == len(text.tokens):
-                return n, text
-            del beginning[n:]  # a longer one would be sorted between the two
-        return 0, None
-
-    def add(self, text: CachedPrefix) -> None:
-        """Add a text that is not empty and not in the collection, as the last one used."""
-        insort(self._sorted, text, key=_tokens)
-        self._used[text] = None
-
-    def use(self, text: CachedPrefix) -> None:
-        """Record that a text of the collection was used."""
-        self._used.move_to_end(text)
-
-    def cut(self, text: CachedPrefix, n: int) -> bool:
-        """Cut a text to its first ``n`` tokens; if another text begins with these, only return False."""
-        del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
-        is_new = self.find(text.tokens[:n])[0] < n
-        if is_new:
-            text.tokens = text.tokens[:n]
-        insort(self._sorted, text, key=_tokens)
-        return is_new
-
-    def remove(self, text: CachedPrefix) -> None:
-        """Remove a text.
-
-        Raises:
-            KeyError: it is not in the collection.
-        """
-        del self._used[text]
-        del self._sorted[bisect_left(self._sorted, text.tokens, key=_tokens)]
+    return n, best
 
 
 class PrefixCache:
@@ -131,7 +80,7 @@ class PrefixCache:
         if len(memory.spare_seq_ids) < _FEWEST_IDS:
             memory.spare_seq_ids = range(0)
         self._spare_seq_ids = list(memory.spare_seq_ids)  # a heap
-        self._kept = CachedPrefixes()
+        self._kept: OrderedDict[CachedPrefix, None] = OrderedDict()  # least recently used first
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
@@ -161,24 +110,6 @@ class PrefixCache:
         return n
 
     @uninterrupted
-    def take_whole(self, seq_id: int, tokens: Sequence[int]) -> Row | None:
-        """Share a text of ``tokens`` with an empty sequence if a checkpoint has the logits after it.
-
-        Returns:
-            These logits, (V,); None if nothing is shared.
-        """
-        memory, (n, text) = self._memory, self._find(tokens)
-        if memory.can_draft or text is None or n < len(tokens):
-            return None
-        is_whole = memory.fork(text.seq_id, seq_id, n) == n
-        row = memory.row(seq_id)
-        if not is_whole or row is None:
-            memory.drop(seq_id, 0)
-            return None
-        self._note_hit(text, n)
-        return row
-
-    @uninterrupted
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
         """Drop a cached prefix that begins like ``tokens``; return its sequence, cut to the common part.
 
@@ -192,7 +123,7 @@ class PrefixCache:
         n, text = self._find(tokens)
         if text is None:
             return None
-        self._kept.use(text)  # so that another text is evicted
+        self._kept.move_to_end(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
         is_cheap = self._memory.forks_copy and (not n_lost or (is_full and n_lost < n))
         if not is_cheap and (self._memory.spare_seq_ids or not is_full or len(self._kept) > 1):
@@ -201,20 +132,16 @@ class PrefixCache:
         if n_lost:
             self._memory.cut(text.seq_id, n)
         self._note_hit(text, n)
-        self._kept.remove(text)
+        del self._kept[text]
         return text.seq_id
 
     def _note_hit(self, text: CachedPrefix, n: int) -> None:
-        self._kept.use(text)
+        self._kept.move_to_end(text)
         self.n_hits += 1
         self.n_hit_tokens += n
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, CachedPrefix | None]:
-        n, text = self._kept.find(tokens)
-        n_usable = n if text is None else self._memory.usable(text.seq_id, n)
-        if n_usable < n:
-            n_whole, whole = self._kept.find_whole(tokens)
-            n, text = (n_whole, whole) if n_whole > n_usable else (n_usable, text)
+        n, text = longest_prefix(self._kept, tokens, self._memory.usable)
         return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- keeping and evicting ----------------------------------------------------------------------
@@ -236,7 +163,7 @@ class PrefixCache:
         n, known = self._find(tokens)
         if known is not None:
             if n == len(tokens):
-                self._kept.use(known)
+                self._kept.move_to_end(known)
                 return False
             if n == len(known.tokens) and self._memory.usable(seq_id, n) == n:
                 self._drop(known)  # the new text continues the known one
@@ -253,7 +180,7 @@ class PrefixCache:
             self._sequences.transfer(seq_id, text)
         else:
             self._memory.fork(seq_id, allocated)
-        self._kept.add(text)
+        self._kept[text] = None
         return transfers
 
     def _allocate(self, text: CachedPrefix) -> int | None:
@@ -274,7 +201,7 @@ class PrefixCache:
         freed, is_over = 0, False
         while freed < n_cells and not is_over:
             is_over = True  # unless a text was freed that another one is a part of
-            for text in self._kept:
+            for text in self.texts():
                 if freed < n_cells and (n := self._shorten(text, n_cells - freed)):
                     freed, is_over = freed + n, False
         self.n_evicted += freed
@@ -287,15 +214,19 @@ class PrefixCache:
             return 0
         n_tokens = len(text.tokens)
         keep = self._memory.usable(text.seq_id, max(first, n_tokens - n_cells))
-        is_kept = keep >= MIN_SHARED and self._kept.cut(text, keep)
-        if not is_kept or self._memory.cut(text.seq_id, keep) < keep:
+        # Another text may have all that would be left.
+        others = (other for other in self._kept if other is not text)
+        is_kept = keep >= MIN_SHARED and longest_prefix(others, text.tokens[:keep])[0] < keep
+        if is_kept and self._memory.cut(text.seq_id, keep) == keep:
+            del text.tokens[keep:]
+        else:
             self._drop(text)
         return min(n_alone, n_tokens - keep)
 
     @uninterrupted
     def evict_text(self) -> bool:
         """Drop the least recently used text; return False if no text is left."""
-        for text in self._kept:
+        for text in self.texts():
             _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone
             self._drop(text)
@@ -305,11 +236,11 @@ class PrefixCache:
     @uninterrupted
     def clear(self) -> None:
         """Drop everything."""
-        for text in self._kept:
+        for text in self.texts():
             self._drop(text)
 
     def _drop(self, text: CachedPrefix) -> None:
-        self._kept.remove(text)
+        del self._kept[text]
         self._memory.drop(text.seq_id, 0)
         self._memory.prefix_seq_ids.discard(text.seq_id)
         if self._memory.spare_seq_ids:

@@ -8,7 +8,7 @@ possible. The caller must hold the context's lock and pass valid arguments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -26,8 +26,6 @@ from .memory import END, Memory
 from .params import warn_of_length
 from .threads import ThreadWatch
 
-__all__ = ["Batch", "Runner", "decode_run"]
-
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
 OnRead = Callable[[int], None]  # called after each decode with how many tokens are decoded so far
@@ -36,7 +34,7 @@ OnRead = Callable[[int], None]  # called after each decode with how many tokens 
 # and the index of each wanted row among llama.cpp's rows, None if these have the right order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is needed.
+# A token; its position; the sequence; whether its row is needed.
 Entry = tuple[int, int, int, bool]
 
 _FULL = 1  # llama_decode's return codes
@@ -90,7 +88,7 @@ class Runner:
 
     def close(self) -> None:
         """Copy the rows that are still needed, then free the native context."""
-        self._protect_rows(0, ())
+        self._protect_rows(0)
         self.handle.close()
 
     def make_room(self, n: int) -> None:
@@ -105,7 +103,7 @@ class Runner:
         self,
         pieces: Iterable[Piece],
         starts: dict[int, int],
-        expiring: Sequence[LogitsRow],
+        replaced: Collection[int],
         read: Read | None = None,
         *,
         reclaims: bool = True,
@@ -114,23 +112,25 @@ class Runner:
         """Run several decodes, or none if one fails; return the rows that ``read`` did not get.
 
         ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
-        are cut to ``starts``. ``expiring`` rows are not needed any longer; the caller passes none if a
-        later decode could fail after an earlier one. ``reclaims``: cells may be freed if all are taken.
-        ``on_read`` is called after each decode; an exception in it undoes all decodes.
+        are cut to ``starts``. The texts of ``replaced`` sequences get new rows, so their last rows are
+        not copied; the caller passes none if a later decode could fail after an earlier one.
+        ``reclaims``: cells may be freed if all are taken. ``on_read`` is called after each decode; an
+        exception in it undoes all decodes.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
+        expiring: list[LogitsRow] = []  # valid if the decode fails and has changed nothing
         code = n = n_rows_before = n_decoded = 0
         outer = self.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
                 for row in all_rows:
                     row.detach()
-                self._protect_rows(n_rows, expiring)
+                expiring = self._protect_rows(n_rows, replaced)
                 code = submit() if watch is None else watch.decode(n, submit)
-                while code == _FULL and reclaims and self._reclaimed(n, expiring):
-                    self._protect_rows(n_rows, expiring)
+                while code == _FULL and reclaims and memory.reclaim(n):
+                    expiring = self._protect_rows(n_rows, replaced)
                     code = submit()
                 if code:
                     break
@@ -172,36 +172,33 @@ class Runner:
             self.stops.end(outer)
         raise self._failure(code, starts, n, expiring)
 
-    def _reclaimed(self, n: int, expiring: Sequence[LogitsRow]) -> bool:
-        """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
-        for row in expiring:  # compaction may decode
-            row.detach()
-        return self.memory.reclaim(n)
+    def _protect_rows(self, n_rows: int, replaced: Collection[int] = ()) -> list[LogitsRow]:
+        """Copy the rows that are still needed before the next decode overwrites the buffer.
 
-    def _protect_rows(self, n_rows: int, expiring: Sequence[LogitsRow]) -> None:
-        """Copy the rows that are still needed before the next decode overwrites the buffer."""
+        Return those that are not copied, because only a text of a ``replaced`` sequence has them.
+        """
         hidden = self.memory.hidden
         if hidden is not None and not hidden.is_read():
             self.memory.hidden = None
             heads.extract(self.handle, hidden.layers, False)
-        live = self._live
-        if not live:
-            return
         if n_rows > self.handle.row_capacity:
-            expiring = ()  # the buffer is reallocated: every old row becomes invalid
-        for row in live:
+            replaced = ()  # the buffer is reallocated: every old row becomes invalid
+        expiring: list[LogitsRow] = []
+        for row in self._live:
             if not row.users:
                 row.invalidate()
-            elif row.users > expiring.count(row):
+            elif row.users == 1 and row.seq_id in replaced:
+                expiring.append(row)
+            else:
                 row.detach()
-        self._live = []
+        self._live = expiring
+        return expiring
 
     def _failure(
         self, code: int, starts: dict[int, int], n: int, expiring: Sequence[LogitsRow]
     ) -> DecodeError | CacheFullError:
         """Put the memory back as it was before all decodes; return the error for ``code``."""
         if code in (_FULL, _REFUSED):  # this decode has changed nothing
-            self._live = [row for row in expiring if row.users > 0]
             self.undo(starts, ())
             if code == _FULL:
                 return self.memory.full_error(n)
@@ -238,7 +235,6 @@ class Runner:
         self,
         seq_id: int,
         token: int,
-        expiring: LogitsRow | None,
         sampler: Sampler | None = None,
         seed: int = 0,
     ) -> LogitsRow:
@@ -259,25 +255,24 @@ class Runner:
         else:
             submit = partial(self._submit, [(token, position, seq_id, True)], None)
         piece = (1, 1, submit, partial(memory.append, seq_id, 1), None)
-        expires = () if expiring is None else (expiring,)
-        row = self.transact((piece,), {seq_id: position}, expires)[0]
+        starts = {seq_id: position}
+        row = self.transact((piece,), starts, starts)[0]
         if compiled is not None:
             row.note_step(compiled, seed, measured)
         return row
 
     def decode(
         self,
-        entries: Sequence[Entry],
-        expiring: Sequence[LogitsRow] = (),
+        batch: Batch,
         states: States | None = None,
+        *,
         read: Read | None = None,
         on_read: OnRead | None = None,
-    ) -> list[LogitsRow]:
-        """Decode the tokens of a `Batch` in as few decodes as possible; return the rows.
+    ) -> list[list[LogitsRow]]:
+        """Decode all runs of a batch, or none, in as few decodes as possible; return the rows of each.
 
         Args:
-            entries: the tokens, at least one.
-            expiring: rows that are not needed any longer, because the new rows replace them.
+            batch: the tokens.
             states: the hidden states that a head reads with each token, float32 (n, n_embd).
             read: called after each decode with the number of earlier rows and the new rows, which are
                 valid until it returns. With ``read`` no row is copied or returned.
@@ -287,27 +282,31 @@ class Runner:
             CacheFullError, DecodeError: all sequences are as before, also if ``read`` or ``on_read``
                 raises an exception.
         """
-        is_recorded = entries[0][1] < 0
-        starts: dict[int, int] = {}
-        if is_recorded:
-            written = dict.fromkeys(seq_id for _, _, seq_id, _ in entries)
-            starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
-            ends, placed = dict(starts), []
-            for token, _, seq_id, wants in entries:
-                placed.append((token, ends[seq_id], seq_id, wants))
-                ends[seq_id] += 1
-            entries = placed
-        if max(entry[1] for entry in entries) >= self.n_trained:
+        seqs = dict.fromkeys(seq_id for _, seq_id, _ in batch.tokens)
+        if not seqs:
+            return [[] for _ in batch.n_rows]
+        is_recorded = batch.positions is None
+        starts = {s: self.memory.next_position(s) for s in seqs} if is_recorded else {}
+        ends = dict(batch.positions or starts)
+        entries: list[Entry] = []
+        for token, seq_id, wants in batch.tokens:
+            entries.append((token, ends[seq_id], seq_id, wants))
+            ends[seq_id] += 1
+        if max(ends.values()) > self.n_trained:
             self._warn_beyond_trained()
         parts = list(self._parts(entries))
+        replaced: Collection[int] = ()
         if is_recorded and len(parts) > 1:
-            expiring = ()
             self.make_room(len(entries))
+        elif is_recorded and read is None:
+            replaced = {seq_id for _, _, seq_id, wants in entries if wants}
         pieces = (
             self._piece(entries[part], None if states is None else states[part], is_recorded)
             for part in parts
         )
-        return self.transact(pieces, starts, expiring, read, reclaims=is_recorded, on_read=on_read)
+        rows = self.transact(pieces, starts, replaced, read, reclaims=is_recorded, on_read=on_read)
+        remaining = iter(rows)
+        return [list(islice(remaining, n)) for n in batch.n_rows]
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
@@ -364,7 +363,7 @@ class Runner:
         Raises:
             ConfigError: another head reads hidden states. It also raises the errors of ``HiddenStates``.
         """
-        self._protect_rows(0, ())  # the buffer of the logits will move
+        self._protect_rows(0)  # the buffer of the logits will move
         before = self.memory.hidden
         if before is not None and before.is_for_head:
             raise ConfigError(
@@ -386,7 +385,7 @@ class Runner:
         """
         handle, states = self.handle, []
         most = min(handle.n_chunk, handle.n_outputs_max)
-        self._protect_rows(0, ())  # the buffer of the logits will move
+        self._protect_rows(0)  # the buffer of the logits will move
         handle.forget_rows()
         heads.extract_embeddings(handle, True)
         try:
@@ -424,11 +423,11 @@ class Runner:
             return features
         handle = self.handle
         most = min(handle.n_outputs_max, handle.n_chunk)
-        self._protect_rows(0, ())
+        self._protect_rows(0)
         handle.forget_rows()
         parts = []
         for low in range(0, len(features), most):
-            code, states = heads.encode(handle, features[low : low + most], self._encoded)
+            code, states = heads.encode(handle, features[low : low + most])
             if code == _INTERRUPTED:
                 self.stops.note_stopped()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)
@@ -441,23 +440,27 @@ class Runner:
 class Batch:
     """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
 
+    Args:
+        positions: where the tokens of each sequence go; None = to its end. With positions the memory
+            does not record the tokens, and no cells are freed for them, because compaction would find
+            texts with an unknown end. They are for a head that reads its target's memory and writes no
+            cells.
+
     Attributes:
-        entries: an `Entry` for each token.
+        tokens: the tokens of all runs, each with its sequence and whether its row is needed.
         n_rows: for each run how many rows it gets.
     """
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
+    def __init__(self, positions: Mapping[int, int] | None = None) -> None:
+        self.positions = positions
+        self.tokens: list[tuple[int, int, bool]] = []
         self.n_rows: list[int] = []
 
-    def add(
-        self,
-        seq_id: int,
-        tokens: Sequence[int],
-        logits: str | int = "last",
-        *,
-        position: int = -1,
-    ) -> None:
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.tokens)
+
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
         Args:
@@ -465,34 +468,12 @@ class Batch:
             tokens: ids, at least one.
             logits: which rows to return: "all", "last", "none", or a number n = those from the n-th
                 token on.
-            position: the position of the first token, for all runs of the batch or for none. With it the
-                memory does not record the tokens, and no cells are freed for them, because compaction
-                would find texts with an unknown end. It is for a head that reads its target's memory and
-                writes no cells.
         """
         n = len(tokens)
         if isinstance(logits, str):
             logits = 0 if logits == "all" else n - (logits == "last")
-        for i, token in enumerate(tokens):
-            at = -1 if position < 0 else position + i
-            self.entries.append((token, at, seq_id, i >= logits))
+        self.tokens += [(token, seq_id, i >= logits) for i, token in enumerate(tokens)]
         self.n_rows.append(max(0, n - logits))
-
-    def decode(
-        self,
-        runner: Runner,
-        expiring: Iterable[LogitsRow] = (),
-        *,
-        states: States | None = None,
-        read: Read | None = None,
-        on_read: OnRead | None = None,
-    ) -> list[list[LogitsRow]]:
-        """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
-        rows: list[LogitsRow] = []
-        if self.entries:
-            rows = runner.decode(self.entries, list(expiring), states, read, on_read)
-        remaining = iter(rows)
-        return [list(islice(remaining, n)) for n in self.n_rows]
 
 
 def decode_run(
@@ -500,10 +481,9 @@ def decode_run(
     tokens: Sequence[int],
     seq_id: int,
     logits: str,
-    expiring: Iterable[LogitsRow] = (),
     on_read: OnRead | None = None,
 ) -> list[LogitsRow]:
     """Decode any number of tokens of one sequence, all or none; return the requested rows."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
-    return batch.decode(runner, expiring, on_read=on_read)[0]
+    return runner.decode(batch, on_read=on_read)[0]

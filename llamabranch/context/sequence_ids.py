@@ -12,8 +12,6 @@ from ..errors import SequencesExhaustedError
 from ..native.interrupts import uninterrupted
 from .memory import Memory
 
-__all__ = ["SequenceIds"]
-
 _TRIES = 1000  # tries, a millisecond apart: a collection in another thread may take that long
 
 
@@ -71,7 +69,7 @@ class SequenceIds:
         return not any(map(self._is_free, reversed(range(self.n_seq_max))))
 
     def _is_free(self, seq_id: int) -> bool:
-        return seq_id not in self._holders and self._memory.first_position(seq_id) < 0
+        return seq_id not in self._holders and not self._memory.next_position(seq_id)
 
     def holder(self, seq_id: int) -> object:
         """Return the holder of ``seq_id``; None if it is not allocated or its holder was collected."""

@@ -23,23 +23,6 @@ from ..sampling import Distribution
 from ..sampling.constraint import ConstraintStats
 from .text import Text
 
-__all__ = [
-    "NO_DRAFT",
-    "NO_STATE",
-    "Draft",
-    "DraftLength",
-    "DraftRequest",
-    "DraftState",
-    "Drafter",
-    "FixedLength",
-    "NullDrafter",
-    "NullState",
-    "Round",
-    "SpeculativeStats",
-    "checked_drafter",
-    "propose",
-]
-
 
 @dataclass(slots=True)
 class Draft:
@@ -305,10 +288,7 @@ class Drafter(ABC):
 class NullDrafter(Drafter):
     """Never drafts: plain decoding through the same loop."""
 
-    @property
-    def name(self) -> str:
-        """ "none"."""
-        return "none"
+    name = "none"
 
     def check(self, target: Model) -> None:
         """Accept any target."""

@@ -29,8 +29,6 @@ from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintState
 from .output import Produced
 
-__all__ = ["Text"]
-
 
 class Text(TextNode):
     """A sequence id with its tokens, sampler and logits.
@@ -317,7 +315,7 @@ class Text(TextNode):
         if self._cache.next_position(self.seq_id) != n:
             self.truncate(n)
         sampler = self.sampler if draws_next else None
-        row = self._decoder.advance(self.seq_id, self.tokens[n], self.row, sampler, self._seed)
+        row = self._decoder.advance(self.seq_id, self.tokens[n], sampler, self._seed)
         self.set_row(row)
         return row
 
@@ -328,11 +326,11 @@ class Text(TextNode):
         old, self.row = self.row, row
         if old is not None:
             old.users -= 1
+            if old.seq_id == self.seq_id:
+                old.seq_id = -1
+        if row is not None and row.seq_id < 0:  # a fork may have it too
+            row.seq_id = self.seq_id
         self._produced = None
-
-    def expiring_rows(self) -> tuple[LogitsRow, ...]:
-        """Return the rows that need not survive the next decode, because it replaces them."""
-        return () if self.row is None else (self.row,)
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -418,8 +416,8 @@ class Text(TextNode):
 
         If that fails, the cache is as before. ``report`` is called after each decode.
         """
-        expiring, on_read = self.expiring_rows(), reading(report, len(self.tokens), len(tokens))
-        return decode_run(self._decoder, tokens, self.seq_id, "last", expiring, on_read)[-1]
+        on_read = reading(report, len(self.tokens), len(tokens))
+        return decode_run(self._decoder, tokens, self.seq_id, "last", on_read)[-1]
 
     def read(
         self,
@@ -528,7 +526,7 @@ class Text(TextNode):
         """
         surprisal = self.check_commit(token)
         sampler = self.sampler if draws_next else None
-        row = self._decoder.advance(self.seq_id, token, self.row, sampler, self._seed)
+        row = self._decoder.advance(self.seq_id, token, sampler, self._seed)
         self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
@@ -587,7 +585,7 @@ class Text(TextNode):
 
         batch = Batch()
         batch.add(self.seq_id, tokens, "all")
-        batch.decode(self._decoder, read=read)
+        self._decoder.decode(batch, read=read)
         with self.undone_on_error():
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)
@@ -624,7 +622,7 @@ class Text(TextNode):
             self.settle()
             known = self.row
             if len(tokens) == 1 and known is not None and known.is_valid:
-                row = self._decoder.advance(self.seq_id, tokens[0], known)
+                row = self._decoder.advance(self.seq_id, tokens[0])
             else:
                 row = self.decode_run(tokens)
             self.append_unscored(tokens, row)
@@ -655,25 +653,6 @@ class Text(TextNode):
                 if n > n_prompt:
                     self.append_unscored(tokens[n_prompt:n], None)
             return n
-
-    def take_prompt(self, tokens: Sequence[int]) -> int:
-        """Begin this empty sequence with a prompt, as far as the prefix cache has it.
-
-        The last token is left to decode, unless the logits after it are cached too. Return how many
-        tokens the sequence begins with.
-        """
-        prefixes, row = self.ctx.prefix_cache, None
-        with self.lock:
-            if prefixes is not None and not self.n_cached:
-                row = prefixes.take_whole(self.seq_id, tokens)
-            elif self.n_cached == len(tokens):
-                row = self._cache.row(self.seq_id)
-                if row is None:
-                    self._cache.cut(self.seq_id, len(tokens) - 1)
-            if row is None:
-                return self.take_cached(tokens[:-1])
-            self.append_prompt(tokens, LogitsRow(row))
-            return len(tokens)
 
     def keep_cached(self, *, is_last: bool = False) -> None:
         """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.

@@ -30,24 +30,6 @@ from .drafter import Draft
 from .output import Produced
 from .text import Text
 
-__all__ = [
-    "RULES",
-    "Acceptance",
-    "AcceptanceRule",
-    "Noise",
-    "Plan",
-    "RandomSource",
-    "RoundTrace",
-    "Rule",
-    "Verdict",
-    "apply_rule",
-    "block_rule",
-    "draft_seed",
-    "rule_name",
-    "seeded_rule",
-    "token_rule",
-]
-
 T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 Target = Callable[[int], Distribution]
@@ -331,8 +313,7 @@ class Plan:
         ctx = text.ctx
         text.check_usable()
         if ctx.kv_cache.undoes(len(self.tokens) - 1):
-            expiring = text.expiring_rows()
-            self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all", expiring)
+            self.rows = decode_run(ctx.decoder, self.tokens, text.seq_id, "all")
             return self.rows
         # This memory cannot drop a tail, so the tokens are decoded on a fork.
         self._fork = ctx.sequences.allocate(self)

@@ -20,12 +20,6 @@ from ..model import Model
 from ..model.model import token_piece
 from ..model.tree import TextNode
 
-__all__ = [
-    "AnyRecord", "Bar", "Change", "Document", "Ended", "Head", "Kept", "Made",
-    "Mode", "Node", "Number", "Piece", "Pieces", "Record", "Seed", "Tokens", "Turn", "Undo", "decoded",
-    "short", "turn_columns",
-]  # fmt: skip
-
 Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]

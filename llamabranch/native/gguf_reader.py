@@ -232,7 +232,7 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
                 f"-00001-of-{count:05d}.gguf",
                 "restore the original names of all parts, because llama.cpp finds them by name",
             )
-        parts = [(path, first)]
+        parts = [first]
         for i in range(1, count):
             part = _part_path(path, named["stem"], i, count)
             if not part.is_file():
@@ -240,18 +240,17 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
                     f"part {i + 1} of {count} is missing: {part.name}",
                     "put all parts of the model in one folder",
                 )
-            parts.append((part, _read_file(part, tensors=tensors)))
-    for i, (part, header) in enumerate(parts):
-        with _about(part):
+            header = _read_file(part, tensors=tensors)
             number, n = header.split("no"), header.split("count")
             if (number, n) != (i, count):
                 place = f"part {number + 1} of {n}" if n > 0 else "not part of a split model"
-                _reject(
-                    f"it is not part {i + 1} of {count} of a model: it is {place}",
-                    "part of another file has this name; get the parts again",
-                )
-    all_tensors = [tensor for _, header in parts for tensor in header.tensors]
-    with _about(path):
+                with _about(part):
+                    _reject(
+                        f"it is not part {i + 1} of {count} of a model: it is {place}",
+                        "part of another file has this name; get the parts again",
+                    )
+            parts.append(header)
+        all_tensors = [tensor for header in parts for tensor in header.tensors]
         expected = first.split("tensors.count")
         names = {tensor.name for tensor in all_tensors}
         if tensors and (len(names) < len(all_tensors) or expected not in (-1, len(all_tensors))):
@@ -261,7 +260,7 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
                 f"from a model of {expected}",
                 "the parts are of different models; get them again",
             )
-    files, is_mappable = tuple(part for part, _ in parts), all(h.is_mappable for _, h in parts)
+    files, is_mappable = tuple(p for h in parts for p in h.parts), all(h.is_mappable for h in parts)
     return replace(first, tensors=all_tensors, parts=files, is_mappable=is_mappable)
 
 

@@ -1,7 +1,7 @@
 """Heads that read a model's hidden states: EAGLE-3 files, and MTP layers in the model's own file.
 
-This module checks for everything that llama.cpp would abort on: an extraction that the architecture does
-not support, rows of a wrong width, too large batches. The caller holds the lock of the context.
+llama.cpp would abort on an extraction that the architecture does not support: it is refused here. The
+caller holds the lock of the context.
 """
 
 from __future__ import annotations
@@ -80,23 +80,13 @@ def _view(address: int | None, n: int, width: int) -> Rows:
     return np.ctypeslib.as_array(raw).reshape(n, width)
 
 
-def encode(handle: ContextHandle, features: Rows, width: int) -> tuple[int, Rows]:
+def encode(handle: ContextHandle, features: Rows) -> tuple[int, Rows]:
     """Encode features with a head's encoder; return llama_encode's code and, if it is 0, the states.
 
     It overwrites the logits of the context. ``features``: float32 (n, width), at most as many rows as
     a decode has. The states are float32 (n, n_embd), a copy.
-
-    Raises:
-        ConfigError: another shape or type.
     """
-    n, most = len(features), min(handle.n_outputs_max, handle.n_chunk)
-    if features.shape != (n, width) or features.dtype != np.float32:
-        raise ConfigError(
-            f"the head reads float32 rows of {width}, not {features.dtype} {features.shape}"
-        )
-    if not 0 < n <= most:
-        raise ConfigError(f"{n} rows do not fit the batch: 1 to {most} do")
-    features = np.ascontiguousarray(features)
+    n = len(features)
     # Without positions llama.cpp continues those of sequence 0; the encoder does not read them.
     outputs = np.ones(n, dtype=np.int8)
     batch = C.llama_batch()

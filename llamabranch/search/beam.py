@@ -18,8 +18,6 @@ from .beams import Beams, Candidate, best_tokens
 from .result import Hypothesis, SearchResult, SearchStats
 from .start import MOST_TEXTS, check_room, check_start, token_limit
 
-__all__ = ["beam_search"]
-
 
 def beam_search(
     branch: Branch,
@@ -166,9 +164,7 @@ class _Sequences:
                 text.settle()
                 batch.add(text.seq_id, [beam.token])
             before = ctx.decoder.n_decodes
-            rows = batch.decode(
-                ctx.decoder, [row for text in texts for row in text.expiring_rows()]
-            )
+            rows = ctx.decoder.decode(batch)
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
             self._stats.decodes += ctx.decoder.n_decodes - before

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 from typing import Literal
 
@@ -26,8 +26,6 @@ from ..sampling import Distribution
 from ..sampling.grammar.guidance import Matcher
 from .copying import SuffixDrafter
 from .head import MTPDrafter
-
-__all__ = ["ChainDrafter", "DrafterChoice", "FunctionDrafter", "GrammarDrafter", "auto_drafter"]
 
 DrafterChoice = Drafter | Literal["auto"] | None
 DraftFunction = Callable[[list[int], int], Sequence[int]]
@@ -55,6 +53,8 @@ class FunctionDrafter(Drafter):
             is not a list of the target's token ids raises TokenizeError there.
     """
 
+    name = "function"  # in statistics
+
     def __init__(self, function: DraftFunction, name: str | None = None) -> None:
         if not callable(function):
             raise ConfigError(
@@ -62,19 +62,14 @@ class FunctionDrafter(Drafter):
             )
         self._function = function
         found = getattr(function, "__name__", type(function).__name__)
-        self._name = name or ("function" if found == "<lambda>" else found)
-
-    @property
-    def name(self) -> str:
-        """Its name in statistics."""
-        return self._name
+        self.name = name or ("function" if found == "<lambda>" else found)
 
     def check(self, target: Model) -> None:
         """Accept any target; the function is responsible for the ids."""
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a state that keeps nothing, because the function gets the whole text each time."""
-        return _FunctionState(self._function, self._name)
+        return _FunctionState(self._function, self.name)
 
 
 class _FunctionState(NullState):
@@ -142,8 +137,7 @@ class ChainDrafter(_Combined):
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state, made of one state of each drafter."""
-        makers = [partial(drafter.start, target, rule) for drafter in self.drafters]
-        return _ChainState(self, _all_or_none(makers))
+        return _ChainState(self, (drafter.start(target, rule) for drafter in self.drafters))
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Call each drafter in turn, with the requests that have no draft yet.
@@ -165,9 +159,14 @@ class ChainDrafter(_Combined):
 
 
 class _ChainState:
-    def __init__(self, drafter: ChainDrafter, states: Sequence[DraftState]) -> None:
-        self.states = states
+    def __init__(self, drafter: ChainDrafter, states: Iterable[DraftState]) -> None:
         self._drafter = drafter
+        self.states: list[DraftState] = []
+        with ExitStack() as failing:  # if a state cannot be made, those before it are closed
+            failing.callback(self.close)
+            for state in states:
+                self.states.append(state)
+            failing.pop_all()
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         return self._drafter.propose_many([DraftRequest(self, tokens, length, limit)])[0]
@@ -177,25 +176,11 @@ class _ChainState:
             state.observe(n_tokens)
 
     def fork(self, target: Text) -> DraftState:
-        makers = [partial(state.fork, target) for state in self.states]
-        return _ChainState(self._drafter, _all_or_none(makers))
+        return _ChainState(self._drafter, (state.fork(target) for state in self.states))
 
     def close(self) -> None:
         for state in self.states:
             state.close()
-
-
-def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]:
-    """Return the states that ``makers`` make; if one fails, close those made before it."""
-    states: list[DraftState] = []
-    try:
-        for make in makers:
-            states.append(make())
-    except BaseException:
-        for state in states:
-            state.close()
-        raise
-    return states
 
 
 # -- a grammar ------------------------------------------------------------------------------------

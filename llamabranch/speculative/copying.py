@@ -12,23 +12,21 @@ A suffix tree answers "which tokens followed this suffix, and how often". This m
 It searches for the places where an n-gram occurred, and steps through all of them side by side,
 which gives the same answers as walking down the tree. The search goes through the tokens' bytes
 from their end. It takes some 0.1 ms for 32,000 tokens and grows with the text. So no index has to
-be kept, and rewinding, forking and forgetting are operations on a list.
+be kept: a text is kept as bytes, which can be appended to, cut and copied.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 from ..arguments import whole
 from ..generation.drafter import Draft, Drafter, DraftLength, DraftState
 from ..generation.text import Text
 from ..model import Model
-
-__all__ = ["Match", "SuffixDrafter", "TokenIndex", "doubling"]
 
 _WIDTH = array("i").itemsize  # bytes of a token
 _MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in tokens
@@ -37,8 +35,7 @@ _MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in token
 # -- where tokens occurred before ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """Earlier occurrences of the last ``length`` tokens of a text.
 
     ``places`` has the position of the token after each, the newest first.
@@ -47,8 +44,10 @@ class Match:
     length: int
     places: list[int]
 
-    def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
+    def follow(self, tokens: Sequence[int], most: int, floor: float) -> list[tuple[int, float]]:
         """Return the most frequent continuation of ``tokens``, at most ``most`` tokens.
+
+        Each has its probability if all tokens before it are right.
 
         Step j takes the most frequent next token of the remaining places, and keeps the places that
         have it. In a tie the newest place decides. If c of n places have that token, its estimated
@@ -63,7 +62,7 @@ class Match:
         2411.04975) walks a suffix tree by the same rule, but reserves nothing for tokens never
         seen.
         """
-        guess = Guess([], [])
+        guess: list[tuple[int, float]] = []
         end = len(tokens)
         reach = 1.0
         places = self.places
@@ -71,7 +70,7 @@ class Match:
             following: dict[int, list[int]] = {}
             for place in places:
                 at = place + j
-                token = tokens[at] if at < end else guess.tokens[at - end]
+                token = tokens[at] if at < end else guess[at - end][0]
                 following.setdefault(token, []).append(place)
             # In a tie, max takes the first token, the one from the newest place.
             token = max(following, key=lambda t: len(following[t]))
@@ -80,17 +79,8 @@ class Match:
             reach *= probability
             if reach < floor:
                 break
-            guess.tokens.append(token)
-            guess.probabilities.append(probability)
+            guess.append((token, probability))
         return guess
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A continuation, and the probability of each token if all tokens before it are right."""
-
-    tokens: list[int]
-    probabilities: list[float]
 
 
 def doubling(shortest: int, longest: int) -> tuple[int, ...]:
@@ -102,88 +92,59 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
     return (*lengths, longest)
 
 
-class TokenIndex:
-    """A sequence of tokens that is searched, and can be extended, rewound and forked.
+def packed(tokens: Sequence[int]) -> bytes:
+    """Return tokens as the bytes that are searched."""
+    return array("i", tokens).tobytes()
+
+
+def longest_match(
+    tokens: Sequence[int], data: bytes | bytearray, lengths: Sequence[int], most: int
+) -> Match | None:
+    """Return the longest suffix of the tokens that occurred before, or None.
+
+    It uses the newest ``most`` occurrences. The n-grams are searched for, shortest first. If
+    there are gaps between their lengths, the match may be longer than the longest n-gram that
+    was found. So its places are compared further back, up to the longest length, and those that
+    agree furthest are kept.
 
     Args:
-        lengths: the n of the n-grams that are searched for, each at least 1.
-        tokens: the first tokens.
-
-    Appending or dropping a token costs O(1). A fork copies 12 bytes per token.
+        tokens, data: the text, and the same as `packed` returns it.
+        lengths: the n of the n-grams that are searched for, each at least 1, ascending.
     """
+    best, longest = 0, b""
+    for n in lengths:
+        gram = packed(tokens[-n:])
+        if n > len(tokens) or not _places(data, gram, 1):  # so nothing longer occurred either
+            break
+        best, longest = n, gram
+    kept = _places(data, longest, most) if best else []
+    limit = min(lengths[-1], len(tokens))
+    if best < limit:  # some places may agree further back
+        places, kept = kept, []
+        n = best
+        for place in places:
+            m, furthest = n, min(limit, place)
+            while m < furthest and tokens[place - 1 - m] == tokens[-1 - m]:
+                m += 1
+            if m > best:
+                best, kept = m, [place]
+            elif m == best:
+                kept.append(place)
+    return Match(best, kept) if kept else None
 
-    def __init__(self, lengths: Iterable[int], tokens: Iterable[int] = ()) -> None:
-        self._lengths = tuple(sorted(set(lengths)))
-        self._tokens: list[int] = []
-        self._bytes = bytearray()  # the same tokens, as bytes
-        self.extend(tokens)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The list of tokens itself, not a copy; valid until the next change."""
-        return self._tokens
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append ``tokens``."""
-        added = list(tokens)
-        self._tokens += added
-        self._bytes += array("i", added).tobytes()
-
-    def rewind(self, n_tokens: int) -> None:
-        """Keep the first ``n_tokens``."""
-        del self._tokens[n_tokens:], self._bytes[n_tokens * _WIDTH :]
-
-    def fork(self) -> TokenIndex:
-        """Return an independent copy."""
-        clone = TokenIndex(self._lengths)
-        clone._tokens, clone._bytes = self._tokens.copy(), self._bytes.copy()
-        return clone
-
-    def longest(self, most: int) -> Match | None:
-        """Return the longest suffix of the tokens that occurred before, or None.
-
-        It uses the newest ``most`` occurrences. The n-grams are searched for, shortest first. If
-        there are gaps between their lengths, the match may be longer than the longest n-gram that
-        was found. So its places are compared further back, up to the longest length, and those that
-        agree furthest are kept.
-        """
-        tokens, lengths = self._tokens, self._lengths
-        best, longest = 0, b""
-        for n in lengths:
-            gram = array("i", tokens[-n:]).tobytes()
-            if n > len(tokens) or not self._places(gram, 1):  # so nothing longer occurred either
-                break
-            best, longest = n, gram
-        kept = self._places(longest, most) if best else []
-        limit = min(lengths[-1], len(tokens)) if lengths else 0
-        if best < limit:  # some places may agree further back
-            places, kept = kept, []
-            n = best
-            for place in places:
-                m, furthest = n, min(limit, place)
-                while m < furthest and tokens[place - 1 - m] == tokens[-1 - m]:
-                    m += 1
-                if m > best:
-                    best, kept = m, [place]
-                elif m == best:
-                    kept.append(place)
-        return Match(best, kept) if kept else None
-
-    def _places(self, gram: bytes, most: int) -> list[int]:
-        """Return the newest places where a token follows ``gram`` (bytes)."""
-        found: list[int] = []
-        end = len(self._bytes) - _WIDTH
-        while len(found) < most:
-            at = self._bytes.rfind(gram, 0, end)
-            if at < 0:
-                break
-            if at % _WIDTH == 0:
-                found.append((at + len(gram)) // _WIDTH)
-            end = at + len(gram) - 1
-        return found
+def _places(data: bytes | bytearray, gram: bytes, most: int) -> list[int]:
+    """Return the newest places where a token follows ``gram``."""
+    found: list[int] = []
+    end = len(data) - _WIDTH
+    while len(found) < most:
+        at = data.rfind(gram, 0, end)
+        if at < 0:
+            break
+        if at % _WIDTH == 0:
+            found.append((at + len(gram)) // _WIDTH)
+        end = at + len(gram) - 1
+    return found
 
 
 # -- the drafter ---------------------------------------------------------------------------------
@@ -227,34 +188,36 @@ class SuffixDrafter(Drafter):
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a new state."""
-        return _CopyState(self, TokenIndex(self.lengths), target.ctx.model)
+        return _CopyState(self, bytearray(), target.ctx.model)
 
 
 class _CopyState:
-    """One request's index."""
+    """The text of one request, as bytes."""
 
-    def __init__(self, drafter: SuffixDrafter, index: TokenIndex, model: Model) -> None:
+    def __init__(self, drafter: SuffixDrafter, data: bytearray, model: Model) -> None:
         self._drafter = drafter
-        self._index = index
+        self._data = data
         self._is_eog = model.is_eog
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = Draft(drafter=self._drafter.name, stopped="no evidence")
+        drafter, data = self._drafter, self._data
+        draft = Draft(drafter=drafter.name, stopped="no evidence")
         start = perf_counter()
-        self._index.extend(tokens[len(self._index) :])
-        drafter, tokens = self._drafter, self._index.tokens
-        match = self._index.longest(drafter.most)
+        data += packed(tokens[len(data) // _WIDTH :])
+        match = longest_match(tokens, data, drafter.lengths, drafter.most)
         if match is not None:
             most = math.floor(min(limit, match.length * drafter.factor + drafter.offset))
             guess = match.follow(tokens, most, drafter.floor)
-            if guess.tokens and length.consider(draft.drafter):
+            if guess and length.consider(draft.drafter):
                 self._fill(draft, guess, length, limit)
         draft.seconds = perf_counter() - start
         return draft
 
-    def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
+    def _fill(
+        self, draft: Draft, guess: Sequence[tuple[int, float]], length: DraftLength, limit: int
+    ) -> None:
         draft.stopped = "length"
-        for token, probability in zip(guess.tokens, guess.probabilities, strict=True):
+        for token, probability in guess:
             surprisal = -math.log(probability)
             draft.entropies.append(surprisal)
             if not length.goes_on(len(draft.tokens), surprisal):
@@ -268,11 +231,10 @@ class _CopyState:
             draft.stopped = "no evidence"  # the match allows no more
 
     def observe(self, n_tokens: int) -> None:
-        if n_tokens < len(self._index):
-            self._index.rewind(n_tokens)
+        del self._data[n_tokens * _WIDTH :]
 
     def fork(self, target: Text) -> DraftState:
-        return _CopyState(self._drafter, self._index.fork(), target.ctx.model)
+        return _CopyState(self._drafter, self._data.copy(), target.ctx.model)
 
     def close(self) -> None:
-        self._index = TokenIndex(())
+        self._data.clear()

@@ -27,8 +27,6 @@ from ..model import Model
 from ..sampling import Sampler, SamplingParams
 from .model import RunDrafter, RunState
 
-__all__ = ["EagleDrafter", "HeadState", "MTPDrafter"]
-
 States = npt.NDArray[np.float32]
 
 _MOST_ROWS = 64  # the most tokens of one decode that computes all their logits; more are split
@@ -39,7 +37,7 @@ class HeadState(RunState):
 
     Attributes:
         seq_ids: a sequence for each layer that drafts; empty if the layers read the target's K/V.
-        tokens: the text that the head has read.
+        n_read: how many tokens of the text the head has read.
         ahead: by how many tokens a pair's token is ahead of its position.
         hidden: the head's state for the next pair of the draft, (n_embd,); None before the first decode.
     """
@@ -51,7 +49,7 @@ class HeadState(RunState):
         self._target = weakref.ref(target)  # a state must not keep it from being freed
         self.model = target.ctx.model
         self.ahead = drafter.ahead
-        self.tokens: list[int] = []
+        self.n_read = 0
         self.hidden: States | None = None
         self._row: LogitsRow | None = None
         self._first, self._features = 0, np.empty((0, 0), dtype=np.float32)
@@ -99,7 +97,7 @@ class HeadState(RunState):
         """
         target, tokens = self.target, self.text
         self.observe(len(tokens) - 1)
-        self.draft.n_read = len(tokens) - len(self.tokens)
+        self.draft.n_read = len(tokens) - self.n_read
         first = len(tokens) - 1  # for layers that read the target's K/V: only the last token
         if self.seq_ids:
             first = min(self.n_pairs(layer) for layer in range(n_layers))
@@ -134,12 +132,12 @@ class HeadState(RunState):
         """Forget all tokens but the first ``n_tokens``."""
         if self._n_accepted is not None and self._n_accepted > n_tokens:
             self._n_accepted = None
-        if n_tokens >= len(self.tokens):
+        if n_tokens >= self.n_read:
             return
         with self._ctx.lock:
             self._ctx.decoder.check_open()
             self.cut(n_tokens)
-            del self.tokens[n_tokens:]
+            self.n_read = n_tokens
 
     # -- a draft -----------------------------------------------------------------------------------
 
@@ -175,14 +173,14 @@ class HeadState(RunState):
     def note_read(self, row: LogitsRow, hidden: States) -> None:
         """Note that ``unread`` was decoded; keep the logits and the state after it."""
         if self.reads_text:
-            self.tokens, self.reads_text = list(self.text), False
+            self.n_read, self.reads_text = len(self.text), False
         self._row, self.hidden, self.unread = row, hidden, ()
 
     def drop_draft(self) -> None:
         """Drop the pairs of the draft, and the pairs of a text that was not read to its end."""
         self._row = self.hidden = None
         self._features = np.empty((0, 0), dtype=np.float32)  # no view: the array may be large
-        self.cut(len(self.tokens))
+        self.cut(self.n_read)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -194,7 +192,7 @@ class HeadState(RunState):
             for mine, its in zip(self.seq_ids, other.seq_ids, strict=True):
                 if cache.next_position(mine):
                     cache.fork(mine, its)
-            other.tokens = list(self.tokens)
+            other.n_read = self.n_read
         return other
 
     def close(self) -> None:
@@ -277,7 +275,7 @@ class HeadDrafter(RunDrafter[HeadState]):
             early = Batch()
             for seq_id, new in zip(seqs, unread, strict=True):
                 early.add(seq_id, new[:-1], "none")
-            early.decode(decoder, states=np.delete(inputs, lasts, axis=0))
+            decoder.decode(early, np.delete(inputs, lasts, axis=0))
             inputs, unread = inputs[lasts], [new[-1:] for new in unread]
             lasts = np.arange(len(states))
         # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the first
@@ -285,7 +283,7 @@ class HeadDrafter(RunDrafter[HeadState]):
         batch = Batch()
         for seq_id, new in zip(seqs, unread, strict=True):
             batch.add(seq_id, new, "all")
-        rows = batch.decode(decoder, states=inputs)
+        rows = decoder.decode(batch, inputs)
         hidden = decoder.output_states(len(inputs))
         return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]
 
@@ -425,12 +423,10 @@ class MTPDrafter(HeadDrafter):
         if not self.ctx.model.shares_memory:
             return super().decode(states)
         decoder = self.ctx.decoder
-        batch = Batch()
+        batch = Batch({state.target.seq_id: len(state.text) - 1 for state in states})
         for state in states:
-            batch.add(state.target.seq_id, state.unread[-1:], position=len(state.text) - 1)
-        rows = batch.decode(
-            decoder, states=np.concatenate([state.inputs()[-1:] for state in states])
-        )
+            batch.add(state.target.seq_id, state.unread[-1:])
+        rows = decoder.decode(batch, np.concatenate([state.inputs()[-1:] for state in states]))
         hidden = decoder.output_states(len(states))
         for state, (row,), its in zip(states, rows, hidden, strict=True):
             state.note_read(row, its)

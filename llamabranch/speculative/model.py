@@ -31,8 +31,6 @@ from ..model import Model
 from ..sampling import Sampler, SamplingParams
 from ..sampling.noise import DRAFT
 
-__all__ = ["ModelDrafter", "RunDrafter", "RunState"]
-
 S = TypeVar("S", bound="RunState")
 
 
@@ -278,17 +276,14 @@ class ModelState(RunState):
             _release(self.tip)
             self.tip = self.own
         if n_tokens < len(self.own.tokens):
-            with self.own.lock:
-                self.own.check_usable()
-                self.own.rewind(n_tokens)
+            self.own.keep(n_tokens)
 
     def fork(self, target: Text) -> ModelState:
         """Return a copy of this state that drafts for ``target``."""
         text, params = _forked(self.own), self._drafter.settings(target)
         text.hang(None)  # states may be closed in any order
         if params != text.sampling.replace(seed=params.seed):
-            sampler = Sampler(self.model, params, text.grammar)
-            text.use_sampler(text.replayed(sampler))
+            text.resample(params)
         text.seed = target.seed
         return ModelState(self._drafter, text, target, self.rule)
 
@@ -388,8 +383,7 @@ class ModelDrafter(RunDrafter[ModelState]):
         batch = Batch()
         for text, tokens in work:
             batch.add(text.seq_id, tokens)
-        expiring = [row for text, _ in work for row in text.expiring_rows()]
-        return [rows[-1] for rows in batch.decode(self.ctx.decoder, expiring)]
+        return [rows[-1] for rows in self.ctx.decoder.decode(batch)]
 
 
 def _forked(text: Text) -> Text:

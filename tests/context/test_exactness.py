@@ -24,6 +24,7 @@ from rounding import gumbel_noise, rounding
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, SamplingParams
 from llamabranch.errors import UnsupportedError
+from llamabranch.native.context import ContextHandle
 
 TYPES = {
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
@@ -186,8 +187,20 @@ def test_nothing_is_tried_or_promised_unless_asked(
     target: lb.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default is llama.cpp's: f16, and flash attention wherever it can. The context opens once."""
+    opened: list[object] = []
+
+    def create(*arguments: Any, **options: Any) -> ContextHandle:
+        opened.append(arguments)
+        return ContextHandle(*arguments, **options)
+
+    monkeypatch.setattr("llamabranch.context.opening.ContextHandle", create)
+    with Context(
+        target, n_ctx=256, n_threads=1, exact=True
+    ):  # these weights are exact in any batch
+        assert len(opened) == 1
     monkeypatch.setattr("llamabranch.context.opening.most_exact_rows", None)
     with Context(target, n_ctx=256, n_threads=1) as ctx:
+        assert len(opened) == 2
         assert (ctx.kv_type, ctx.params.flash_attention) == ("f16", "auto")
         assert not ctx.capabilities.exact and "exact=True" in ctx.capabilities.exact_reason
         assert not ctx.complete("Once", max_tokens=2).exact

@@ -12,7 +12,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
-from llamabranch.context.prefix_cache import CachedPrefix, CachedPrefixes, PrefixCache
+from llamabranch.context.prefix_cache import CachedPrefix, PrefixCache, longest_prefix
 from llamabranch.errors import CacheFullError
 
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -150,45 +150,22 @@ def n_same(left: list[int], right: list[int]) -> int:
     return n
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
-    """A search through the whole list."""
-    rng = random.Random(seed)
+def test_what_is_found_is_what_a_comparison_of_all_finds() -> None:
+    """Also where only a whole text or a part of it can be shared, as in recurrent memory."""
+    rng = random.Random(1)
+    for _ in range(500):
+        texts = [
+            CachedPrefix(rng.choices((0, 1, 2), k=rng.randint(1, 9)), i)
+            for i in range(rng.randint(0, 8))
+        ]
+        wanted = rng.choices((0, 1, 2), k=rng.randint(0, 9))
+        points = [{rng.randint(0, 9), len(text.tokens)} for text in texts]
 
-    def text_of() -> list[int]:
-        return rng.choices((0, 1, 2), k=rng.randint(1, 9))
+        def usable(i: int, n: int, points: list[set[int]] = points) -> int:
+            return max((point for point in points[i] if point <= n), default=0)
 
-    asked = [text_of() for _ in range(5)]
-    kept = CachedPrefixes()
-    known: list[CachedPrefix] = []  # the least recently used first
-    for _ in range(30):
-        deed, n = rng.choice(("add", "add", "use", "cut", "remove")), rng.randint(1, 9)
-        tokens = rng.choice(known).tokens if known and rng.random() < 0.3 else text_of()
-        text = next((text for text in known if text.tokens == tokens), None)
-        others = [other.tokens for other in known if other is not text]
-        if text is None:
-            with pytest.raises(KeyError):
-                kept.remove(CachedPrefix(tokens))
-            if deed == "add":
-                known.append(CachedPrefix(tokens))
-                kept.add(known[-1])
-        elif deed == "use":
-            known.remove(text)
-            known.append(text)
-            kept.use(text)
-        elif deed == "cut" and n < len(tokens):
-            is_new = all(n_same(other, tokens[:n]) < n for other in others)
-            assert kept.cut(text, n) == is_new
-            assert text.tokens == (tokens[:n] if is_new else tokens)
-        elif deed == "remove":
-            known.remove(text)
-            kept.remove(text)
-        assert list(kept) == known and len(kept) == len(known)
-        for wanted in [*asked, tokens]:
-            n, nearest = kept.find(wanted)
-            assert n == max((n_same(text.tokens, wanted) for text in known), default=0)
-            assert (0 if nearest is None else n_same(nearest.tokens, wanted)) == n
-            wholes = [text for text in known if text.tokens == wanted[: len(text.tokens)]]
-            longest = max(wholes, key=lambda text: len(text.tokens), default=None)
-            expected = (0, None) if longest is None else (len(longest.tokens), longest)
-            assert kept.find_whole(wanted) == expected
+        for share in (lambda _i, n: n, usable):
+            lengths = [share(text.seq_id, n_same(text.tokens, wanted)) for text in texts]
+            n, text = longest_prefix(texts, wanted, share)
+            assert n == max(lengths, default=0)
+            assert (0 if text is None else lengths[text.seq_id]) == n

@@ -276,18 +276,6 @@ def test_a_model_that_does_not_think_says_so(target: Model) -> None:
             ctx.chat(ASKED, thinking=True)
 
 
-def test_a_branch_ends_its_thought(ctx: Context) -> None:
-    with lb.Branch.start(ctx, opened_prompt(ctx), seed=1) as branch:
-        branch.generate(max_tokens=6).finish()
-        with branch.fork() as fork:
-            assert fork.is_in_thought
-            fork.end_thought(" So be it.")
-            assert fork.text.endswith(" So be it.\n</think>\n\n")
-            with pytest.raises(lb.errors.UsageError, match="not inside a thought"):
-                fork.end_thought()
-        assert branch.is_in_thought
-
-
 # -- the buffer ------------------------------------------------------------------------------------
 
 

@@ -2,57 +2,89 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import toys
-from random_programs import N_CELLS, N_SEQ, Alone, Program
+from random_programs import N_CELLS, N_SEQ, ROUNDING, TEMPLATE, Alone, Program
 
 import llamabranch as lb
 
 SOAK = int(os.environ.get("SOAK", "0"))
-KINDS: dict[str, dict[str, Any]] = {
-    "bundled": {}, "llama": {}, "gemma3": {"window": 16}, "mamba": {}, "rwkv7": {}, "lfm2": {},
-    "qwen35": {"n_layer": 2},
+# The programs of each kind, and what its toy has; "bundled" and "default" are the bundled pair.
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "bundled": (20, {}), "default": (16, {}), "llama": (84, {}), "gemma3": (52, {"window": 16}),
+    "mamba": (32, {}), "rwkv7": (32, {}), "lfm2": (32, {}), "qwen35": (32, {"n_layer": 2}),
 }  # fmt: skip
-N_PROGRAMS = {"bundled": 12}  # of the others 8
 
 
-def options(model: lb.Model) -> Any:
-    """Return the options of a context that is exact if its memory can be."""
-    exact = model.memory_type == "attention"
-    return {"n_ctx": N_CELLS, "n_threads": 1, "kv_type": "bf16", "exact": exact}
+class Kind:
+    """A model, its draft model, and the contexts of both.
+
+    Args:
+        name: one of `KINDS`.
+        folder: for the files.
+        opened: closes what this opens.
+    """
+
+    def __init__(self, name: str, folder: Path, opened: ExitStack) -> None:
+        self.draft: lb.Model | None = None
+        if name in ("bundled", "default"):
+            path = Path(lb.hub.resolve("tale-target"))
+            self.draft = opened.enter_context(lb.Model(lb.hub.resolve("tale-draft")))
+        else:
+            vocabulary = toys.Vocabulary.with_control("<|bos|>", "<|im_end|>")
+            path = toys.write_toy(
+                folder / "toy.gguf", name, vocab=vocabulary, seed=3, **KINDS[name][1]
+            )
+        self.model = opened.enter_context(lb.Model(path, chat_template=TEMPLATE))
+        is_exact = name != "default" and self.model.memory_type == "attention"
+        self.options: dict[str, Any] = {"n_ctx": N_CELLS, "n_threads": 1, "exact": is_exact}
+        if name != "default":
+            self.options["kv_type"] = "bf16"
+        clean = opened.enter_context(self.context(n_seq_max=2, prefix_cache=False))
+        self.alone = Alone(clean, 5 * ROUNDING if name == "default" else ROUNDING)
+
+    def context(self, **options: Any) -> lb.Context:
+        return lb.Context(self.model, **{**self.options, **options})
+
+    @contextmanager
+    def contexts(self, seed: int) -> Iterator[tuple[lb.Context, lb.Context | None]]:
+        """Open the context of a program, and one of the draft model."""
+        more: dict[str, Any] = {"n_ctx": (256, N_CELLS)[seed % 2], "prefix_cache": seed % 3 < 2}
+        more |= {"n_seq_max": N_SEQ, "n_batch": 48}
+        if seed % 4 == 3 and self.options["exact"]:  # cells of their own
+            more |= {"kv_unified": False, "n_ctx": 256 * N_SEQ}
+        with ExitStack() as opened:
+            draft = self.draft
+            if draft is not None:
+                options = {**self.options, "n_ctx": N_CELLS, "n_seq_max": N_SEQ}
+                drafting = opened.enter_context(lb.Context(draft, **options))
+            yield opened.enter_context(self.context(**more)), drafting if draft else None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_text_of_a_program_is_what_it_is_alone(kind: str, tmp_path: Path) -> None:
-    path = Path(lb.hub.resolve("tale-target"))
-    if kind != "bundled":
-        vocabulary = toys.Vocabulary.with_control("<|bos|>", "<|im_end|>", "<|im_start|>")
-        path = toys.write_toy(
-            tmp_path / "toy.gguf", kind, vocab=vocabulary, seed=3,
-            metadata={"tokenizer.chat_template": toys.CHAT_TEMPLATE}, **KINDS[kind],
-        )  # fmt: skip
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.PerformanceWarning")  # agents read again
+@pytest.mark.parametrize("name", KINDS)
+def test_every_text_of_a_program_is_what_it_is_alone(name: str, tmp_path: Path) -> None:
     first, tally = random.randrange(2**32) if SOAK else 0, Counter[str]()
-    with (
-        lb.Model(path) as model,
-        lb.Context(model, n_seq_max=2, **options(model)) as clean,
-    ):
-        alone = Alone(clean)
-        for seed in range(first, first + N_PROGRAMS.get(kind, 8) * max(1, SOAK)):
-            more: dict[str, Any] = {"n_ctx": (256, N_CELLS)[seed % 2], "prefix_cache": seed % 3 < 2}
-            more |= {"n_seq_max": N_SEQ, "n_batch": 48}
-            if seed % 4 == 3 and alone.ctx.capabilities.exact:  # cells of their own
-                more |= {"kv_unified": False, "n_ctx": 256 * N_SEQ}
-            with lb.Context(model, **{**options(model), **more}) as ctx:
+    with ExitStack() as opened:
+        kind = Kind(name, tmp_path, opened)
+        opened.callback(faulthandler.cancel_dump_traceback_later)
+        for seed in range(first, first + KINDS[name][0] * max(1, SOAK)):
+            # A deadlock ends here, and shows where.
+            faulthandler.dump_traceback_later(600, exit=True)
+            with kind.contexts(seed) as (ctx, drafting):
                 try:
-                    Program(ctx, alone, seed, tally).run()
+                    Program(ctx, kind.alone, seed, tally, drafting).run()
                 except BaseException as error:
-                    raise AssertionError(f"program {seed} of {kind}") from error
-    print(kind, dict(tally))  # pytest -s shows it
+                    raise AssertionError(f"program {seed} of {name}") from error
+    print(name, dict(tally))  # pytest -s shows it
     assert tally["comparisons"] > 100 and tally["used inside"] > 10, tally
     assert tally["cached"] > 100 and tally["evicted"] > 20, tally

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
-from llamabranch.errors import BranchStateError, UsageError
+from llamabranch.errors import BranchStateError, CacheFullError, UsageError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
 GUESTS = ["A little mouse", "In the dark wood", "Come here", "My dear", "Who is it"]
@@ -199,7 +207,7 @@ def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None
     assert not first[0].is_valid
 
 
-# -- what such a function cannot do ---------------------------------------------------------------------
+# -- what such a function cannot do --------------------------------------------------------------------
 
 
 CHANGES: list[Callable[[Branch], object]] = [
@@ -285,7 +293,211 @@ def test_a_function_may_close_the_context(target: lb.Model) -> None:
         assert engine.close() == []
 
 
-# -- exactness -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+def test_an_engine_whose_context_is_closed_generates_no_more(kind: str, tmp_path: Path) -> None:
+    """Its prompt is in the prefix cache, which is asked first."""
+    path = toys.write_toy(tmp_path / "toy.gguf", kind, vocab="bytes", window=16)
+    with lb.Model(path) as model, opened(model, exact=False, prefix_cache=True) as ctx:
+        engine = Engine(ctx, None, max_tokens=4)
+        engine.generate([Request([5] * 40)])
+        engine.add_request(Request([5] * 40))
+        ctx.close()
+        for _ in range(3):
+            with suppress(lb.LlamaBranchError):
+                assert all(event.result is None or event.result.error for event in engine.step())
+        assert engine.close() == []
+
+
+# -- what such a function may do -------------------------------------------------------------------------
+
+
+class Fault(Exception):
+    """What a function raises."""
+
+
+KINDS = ["logits_processor", "constraint", "on_prompt_progress", "on_round", "drafter"]
+
+
+def with_one_that_uses(
+    ctx: Context, kind: str, use: Use, prepare: Callable[[Engine], object] = lambda engine: None
+) -> tuple[dict[str, lb.Result], list[Fault]]:
+    """Let four texts share an engine; the functions of the first call ``use``.
+
+    Return the results, and what steps raised.
+    """
+
+    def propose(tokens: Any, n: int) -> list[int]:
+        if kind == "drafter":
+            use()
+        return [12] * n
+
+    engine = Engine(ctx, FunctionDrafter(propose), lb.SpeculativeConfig(draft_k=3), seed=3)
+    prepare(engine)
+    for i, prompt in enumerate(PROMPTS):
+        settings, options = ({}, {}) if i or kind == "drafter" else with_use(kind, use)
+        sampling = SamplingParams(temperature=0.8, seed=i, **settings)
+        engine.add_request(Request(prompt, str(i), 12, sampling, **options))
+    events, raised = list[lb.Event](), list[Fault]()
+    while engine.has_unfinished():
+        try:
+            events += engine.step()
+        except Fault as fault:
+            raised.append(fault)
+    assert engine.close() == []
+    return results_of(events), raised
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_may_add_requests_to_the_engine_that_calls_it(
+    kind: str, both: tuple[Context, Context]
+) -> None:
+    ctx, clean = both
+    engines, added = list[Engine](), list[str]()
+
+    def use() -> None:
+        if len(added) < 9:
+            sampling = SamplingParams(temperature=0.8, seed=len(added))
+            request = Request(GUESTS[len(added) % 5], f"guest {len(added)}", 6, sampling)
+            added.append(engines[0].add_request(request))
+
+    results, _ = with_one_that_uses(ctx, kind, use, engines.append)
+    expected, _ = with_one_that_uses(clean, kind, lambda: None)
+    assert {name: results[name].tokens for name in expected} == {
+        name: result.tokens for name, result in expected.items()
+    }
+    assert added and results.keys() == {*expected, *added}
+    for i, name in enumerate(added):
+        sampling = SamplingParams(temperature=0.8, seed=i)
+        assert (
+            results[name].tokens
+            == clean.complete(GUESTS[i % 5], max_tokens=6, sampling=sampling, drafter=None).tokens
+        )
+
+
+@pytest.mark.parametrize("kind", ["on_prompt_progress", "on_round", "drafter"])
+def test_a_function_may_wait_for_another_thread_that_uses_branches(
+    kind: str, both: tuple[Context, Context]
+) -> None:
+    ctx, clean = both
+    grow, ended = once_at_a_time(uses(ctx)["grow"]), list[bool]()
+
+    def use() -> None:
+        thread = threading.Thread(target=grow, daemon=True)
+        thread.start()
+        thread.join(0 if False in ended else 60)
+        ended.append(not thread.is_alive())
+
+    results, _ = with_one_that_uses(ctx, kind, use)
+    assert ended and all(ended)
+    expected, _ = with_one_that_uses(clean, kind, lambda: None)
+    assert [each.tokens for each in results.values()] == [each.tokens for each in expected.values()]
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_function_raises_costs_no_other_text(
+    kind: str, at: int, both: tuple[Context, Context]
+) -> None:
+    """The step raises it, and the text goes on; or it is the error of the text."""
+    ctx, clean = both
+    n_calls = 0
+
+    def use() -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == at:
+            raise Fault
+
+    results, raised = with_one_that_uses(ctx, kind, use)
+    expected, _ = with_one_that_uses(clean, kind, lambda: None)
+    for name, result in results.items():
+        if result.finish_reason != "error":
+            assert result.tokens == expected[name].tokens
+        else:
+            assert name == "0" and result.error is not None
+            assert "raised Fault()" in result.error.message
+    n_failed = sum(result.finish_reason == "error" for result in results.values())
+    assert len(raised) + n_failed == (at <= n_calls)
+    assert ctx.n_seq_free == ctx.n_seq_max
+
+
+# -- many, and more than fits ---------------------------------------------------------------------------
+
+
+def test_ten_thousand_requests_wait(target: lb.Model) -> None:
+    """A waiting request is small, and an urgent one passes all of them."""
+    n, n_traced = 10_000, 1000
+    with opened(target, n_seq_max=4) as ctx, Engine(ctx, None, seed=1, max_tokens=2) as engine:
+        requests = [Request(GUESTS[i % 5], id=str(i)) for i in range(n)]
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            names = [engine.add_request(request) for request in requests[:n_traced]]
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (after - before) / n_traced < 3000  # bytes
+        names += [engine.add_request(request) for request in requests[n_traced:]]
+        events = engine.step()
+        urgent = engine.add_request(Request("The end", priority=-1))
+        while urgent not in results_of(events):
+            events += engine.step()
+        for name in names[5:]:
+            engine.abort(name)
+        while engine.has_unfinished():
+            events += engine.step()
+    results = results_of(events)
+    assert results.keys() == {*names, urgent}
+    assert [*results].index(urgent) < 20
+    reasons = Counter(result.finish_reason for result in results.values())
+    assert reasons["cancelled"] > n - 50 and reasons.keys() <= {"cancelled", "length", "stop"}
+
+
+def test_a_prompt_that_never_fits_keeps_nobody_waiting(target: lb.Model) -> None:
+    tokens: Any = [5] * 257
+    with opened(target, n_ctx=256, n_seq_max=4) as ctx, opened(target) as clean:
+        engine = Engine(ctx, None, wait_s=math.inf)
+        sampling = SamplingParams(temperature=0.8, seed=1)
+        for i, prompt in enumerate([tokens, *PROMPTS, tokens]):
+            engine.add_request(Request(prompt, str(i), 6, sampling, priority=i))
+        results = results_of(run(engine))
+        for name in ("0", "5"):
+            assert isinstance(results[name].error, CacheFullError)
+            assert (results[name].finish_reason, results[name].tokens) == ("capacity", [])
+        for name, prompt in zip("1234", PROMPTS, strict=True):
+            alone = clean.complete(prompt, max_tokens=6, sampling=sampling, drafter=None)
+            assert results[name].tokens == alone.tokens
+        with pytest.raises(CacheFullError):
+            ctx.complete([PROMPTS[0], tokens])
+        with pytest.raises(CacheFullError):
+            ctx.complete([PROMPTS[0], tokens], stream=True)
+        with pytest.raises(CacheFullError):
+            Branch.start(ctx, tokens)
+
+
+@pytest.mark.parametrize("n_seq_max", [2, 6])
+def test_engines_of_two_threads_share_a_cache_that_is_too_small(
+    n_seq_max: int, target: lb.Model
+) -> None:
+    def requests(number: int) -> list[Request]:
+        return [
+            Request([5 + number + i] * 90, f"{number} {i}", 40, SamplingParams(seed=i))
+            for i in range(4)
+        ]
+
+    with opened(target, n_ctx=256, n_seq_max=n_seq_max) as ctx, ThreadPoolExecutor(2) as pool:
+        engines = [Engine(ctx, None, wait_s=math.inf) for _ in range(2)]
+        jobs = [pool.submit(engine.generate, requests(i)) for i, engine in enumerate(engines)]
+        results = [result for job in jobs for result in job.result()]
+    with opened(target, n_ctx=256) as clean:
+        for request, result in zip(requests(0) + requests(1), results, strict=True):
+            alone = clean.complete(
+                request.prompt, max_tokens=40, sampling=request.sampling, drafter=None
+            )
+            assert (result.tokens, result.finish_reason) == (alone.tokens, alone.finish_reason)
+
+
+# -- exactness ------------------------------------------------------------------------------------------
 
 
 def test_a_result_is_not_exact_if_order_was_lost_while_the_text_was_generated(

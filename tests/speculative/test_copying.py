@@ -1,4 +1,4 @@
-"""The token index compared with brute force; what copies and chains propose.
+"""The search for repeats compared with brute force; what copies and chains propose.
 
 `test_drafted_text` tests the texts.
 """
@@ -15,7 +15,13 @@ from llamabranch.errors import SequencesExhaustedError
 from llamabranch.generation.drafter import FixedLength
 from llamabranch.speculative import Draft, DraftState, ModelDrafter
 from llamabranch.speculative.combined import ChainDrafter
-from llamabranch.speculative.copying import Match, SuffixDrafter, TokenIndex, doubling
+from llamabranch.speculative.copying import (
+    Match,
+    SuffixDrafter,
+    doubling,
+    longest_match,
+    packed,
+)
 
 FEW = (0, 1, 1 << 8)  # the bytes of a 0 are there between a 1 and a 256, too
 
@@ -41,52 +47,30 @@ def brute_longest(tokens: Sequence[int], shortest: int, longest: int) -> tuple[i
     return best, [n for n in sorted(lengths, reverse=True) if lengths[n] == best]
 
 
-def assert_same(index: TokenIndex, tokens: list[int], shortest: int, longest: int) -> None:
-    assert list(index.tokens) == tokens
-    best, places = brute_longest(tokens, shortest, longest)
-    match = index.longest(1000)
-    if not best:
-        assert match is None
-        return
-    assert match is not None
-    assert match.length == best
-    assert match.places == places
-    few = index.longest(2)  # the newest place after the longest indexed n-gram
-    assert few is not None
-    assert shortest <= few.length <= best
-    assert 1 <= len(few.places) <= 2
-    if few.length == best:
-        assert {*few.places} <= {*places}
+def longest(tokens: Sequence[int], lengths: Sequence[int], most: int) -> Match | None:
+    return longest_match(tokens, packed(tokens), lengths, most)
 
 
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (2, 3, 4), (2, 4, 8, 16), (1,), (3,), (1, 2, 3, 6)])
-def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -> None:
-    """Indexes that grow, shrink and fork, each beside a plain list."""
-    for seed in range(20):
+def test_longest_equals_brute_force(lengths: tuple[int, ...]) -> None:
+    for seed in range(300):
         source = random.Random(seed)
-        texts: list[tuple[TokenIndex, list[int]]] = [(TokenIndex(lengths), [])]
-        for _ in range(25):
-            index, known = source.choice(texts)
-            deed = source.choice(["extend", "extend", "rewind", "fork"])
-            if deed == "extend":
-                added = chunk(source)
-                index.extend(added)
-                known += added
-            elif deed == "rewind":
-                n = source.randint(0, len(known))
-                index.rewind(n)
-                del known[n:]
-            else:
-                texts.append((index.fork(), list(known)))
-            for pair in (*texts[-2:], texts[0], (index, known)):
-                assert_same(*pair, lengths[0], lengths[-1])
+        tokens = [token for _ in range(source.randint(0, 8)) for token in chunk(source)]
+        best, places = brute_longest(tokens, lengths[0], lengths[-1])
+        match = longest(tokens, lengths, 1000)
+        if not best:
+            assert match is None
+            continue
+        assert match == (best, places)
+        few = longest(tokens, lengths, 2)  # the newest place after the longest indexed n-gram
+        assert few is not None
+        assert lengths[0] <= few.length <= best
+        assert 1 <= len(few.places) <= 2
+        if few.length == best:
+            assert {*few.places} <= {*places}
         if lengths == (1, 2, 3):  # without gaps between the lengths, fewer places are the newest
             for most in (1, 2, 3):
-                few, every = index.longest(most), index.longest(1000)
-                if every is None:
-                    assert few is None
-                else:
-                    assert few == Match(every.length, every.places[:most])
+                assert longest(tokens, lengths, most) == (best, places[:most])
 
 
 @pytest.mark.parametrize(
@@ -100,25 +84,22 @@ def test_longest_equals_brute_force_whatever_is_done(lengths: tuple[int, ...]) -
 def test_what_follows_is_guessed(
     tokens: list[int], expected: list[int], probability: float
 ) -> None:
-    index = TokenIndex((1,), tokens)
-    match = index.longest(100)
+    match = longest(tokens, (1,), 100)
     assert match is not None
-    guess = match.follow(index.tokens, len(expected), 0.0)
-    assert guess.tokens == expected
-    assert guess.probabilities[0] == probability
+    guess = match.follow(tokens, len(expected), 0.0)
+    assert [token for token, _ in guess] == expected
+    assert guess[0][1] == probability
 
 
 def test_floor_ends_a_guess_and_longer_matches_are_trusted_more() -> None:
     tokens = [9, 1, 2]
     match = Match(1, [1])
     reach = [1 / 2, 1 / 2 * 2 / 3]
-    assert match.follow(tokens, 9, reach[0]).tokens == [1]
-    assert match.follow(tokens, 9, reach[1]).tokens == [1, 2]
-    assert match.follow(tokens, 9, 0.51).tokens == []
+    assert match.follow(tokens, 9, reach[0]) == [(1, 1 / 2)]
+    assert [token for token, _ in match.follow(tokens, 9, reach[1])] == [1, 2]
+    assert match.follow(tokens, 9, 0.51) == []
     assert doubling(3, 16) == (3, 6, 12, 16) and doubling(5, 5) == (5,)
-    probabilities = [
-        Match(m, match.places).follow(tokens, 1, 0.0).probabilities[0] for m in (1, 2, 8)
-    ]
+    probabilities = [Match(m, match.places).follow(tokens, 1, 0.0)[0][1] for m in (1, 2, 8)]
     assert probabilities == sorted(probabilities)
     assert probabilities[0] == 0.5
 
@@ -156,6 +137,30 @@ def test_what_followed_the_same_tokens_is_proposed(
     draft = propose(SuffixDrafter().start(branch.sequence, "seeded"), tokens, k)
     assert (draft.tokens, draft.n_decodes) == (expected, 0)
     assert draft.seconds > 0
+
+
+def test_a_state_that_is_cut_and_forked_proposes_what_a_new_one_does(branch: Branch) -> None:
+    """States that grow, shrink and fork, each beside a plain list."""
+    drafter = SuffixDrafter(min_match=1)
+    for seed in range(20):
+        source = random.Random(seed)
+        texts: list[tuple[DraftState, list[int]]] = [(drafter.start(branch.sequence, "seeded"), [])]
+        for _ in range(25):
+            state, known = source.choice(texts)
+            deed = source.choice(["extend", "extend", "observe", "fork"])
+            if deed == "extend":
+                known += chunk(source, alphabet=(3, 4, 1 << 8))
+            elif deed == "observe":
+                n = source.randint(0, len(known))
+                state.observe(n)
+                del known[n:]
+            else:
+                texts.append((state.fork(branch.sequence), list(known)))
+            for old, tokens in (*texts[-2:], texts[0], (state, known)):
+                new = drafter.start(branch.sequence, "seeded")
+                drafts = propose(old, tokens), propose(new, tokens)
+                assert drafts[0].tokens == drafts[1].tokens
+                assert drafts[0].entropies == drafts[1].entropies
 
 
 # -- chain -----------------------------------------------------------------------------------------

@@ -138,4 +138,4 @@ def _decode(
         for (number, i), row in zip(shown[n_before:], rows, strict=False):
             show(number, i, row)
 
-    batch.decode(ctx.decoder, read=read)
+    ctx.decoder.decode(batch, read=read)

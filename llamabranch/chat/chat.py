@@ -25,7 +25,7 @@ from ..generation.text import Text
 from ..model import stop_strings
 from ..model.text import n_common
 from ..model.tools import ToolCall
-from ..native import forkable_lock, is_held
+from ..native.handle import forkable_lock, is_held
 from ..request.request import Event
 from ..sampling import Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed

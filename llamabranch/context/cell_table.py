@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-__all__ = ["CellTable", "Usage"]
-
 
 @dataclass(frozen=True, slots=True)
 class Usage:

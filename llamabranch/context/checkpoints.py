@@ -14,8 +14,6 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Checkpoint", "Checkpoints"]
-
 _position = attrgetter("n_tokens")
 
 

@@ -100,6 +100,6 @@ def _is_exact(
         seq_id = 0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1
         token = next(own_tokens) if is_mine else next(other_tokens)
         batch.add(seq_id, [token], "last" if i in compared else "none")
-    rows = [row for run in batch.decode(runner) for row in run]
+    rows = [row for run in runner.decode(batch) for row in run]
     expected = alone[n_own - len(compared) : n_own]
     return all(np.array_equal(row.array, one) for row, one in zip(rows, expected, strict=True))

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from ..arguments import function
 
-__all__ = ["OnPromptProgress", "PromptProgress", "Reading", "reading"]
-
 
 class PromptProgress(NamedTuple):
     """The progress of a prompt.

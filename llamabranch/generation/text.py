@@ -29,8 +29,6 @@ from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintState
 from .output import Produced
 
-__all__ = ["Text"]
-
 
 class Text(TextNode):
     """A sequence id with its tokens, sampler and logits.
@@ -587,7 +585,7 @@ class Text(TextNode):
 
         batch = Batch()
         batch.add(self.seq_id, tokens, "all")
-        batch.decode(self._decoder, read=read)
+        self._decoder.decode(batch, read=read)
         with self.undone_on_error():
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)

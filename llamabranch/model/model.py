@@ -11,9 +11,11 @@ from typing import SupportsIndex, cast
 from ..arguments import choice, function, instance, items, path_text, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..files import path_of
-from ..native import ModelHandle, amx_works, staging, uses_amx
+from ..native import staging
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_header
+from ..native.library import amx_works, uses_amx
+from ..native.model import ModelHandle
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText

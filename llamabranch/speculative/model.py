@@ -31,8 +31,6 @@ from ..model import Model
 from ..sampling import Sampler, SamplingParams
 from ..sampling.noise import DRAFT
 
-__all__ = ["ModelDrafter", "RunDrafter", "RunState"]
-
 S = TypeVar("S", bound="RunState")
 
 
@@ -385,7 +383,7 @@ class ModelDrafter(RunDrafter[ModelState]):
         batch = Batch()
         for text, tokens in work:
             batch.add(text.seq_id, tokens)
-        return [rows[-1] for rows in batch.decode(self.ctx.decoder)]
+        return [rows[-1] for rows in self.ctx.decoder.decode(batch)]
 
 
 def _forked(text: Text) -> Text:

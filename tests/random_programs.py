@@ -195,7 +195,7 @@ class User:
 
     def drafter(self) -> lb.Drafter | None:
         """Return a drafter, or None; each proposes many tokens that are rejected."""
-        kind, use = self.random.randrange(5), self.use()
+        kind, use = self.random.randrange(6), self.use()
 
         def propose(tokens: list[int], n: int) -> list[int]:
             use()
@@ -205,9 +205,9 @@ class User:
             return None
         if kind == 1:
             return lb.SuffixDrafter()
-        if kind < 4 or self.program.drafting is None:
+        if kind < 4 or not self.program.drafters:
             return lb.FunctionDrafter(propose)
-        return lb.ModelDrafter(self.program.drafting)
+        return self.random.choice(self.program.drafters)
 
     def options(self) -> dict[str, Any]:
         """Return options by which a request uses the context."""
@@ -229,7 +229,8 @@ class User:
         request = Request(
             prompt, str(next(self.program.numbers)), self.random.randint(1, 8), sampling,
             n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
-            on_round=on_round if self.random.random() < 0.3 else None, **self.options(),
+            on_round=on_round if self.random.random() < 0.3 else None,
+            prompt_logprobs=0 if self.random.random() < 0.1 else None, **self.options(),
         )  # fmt: skip
         self.program.requests[str(request.id)] = request
         return request
@@ -308,14 +309,18 @@ class User:
         """Compare log-probabilities of generated tokens with those of the same tokens alone."""
         drawn = [produced for produced in emitted if not produced.is_stop]
         if drawn:
-            expected = self.alone.logprobs(prompt, [produced.token for produced in drawn])
-            found = [produced.logprob for produced in drawn]
-            self.tally["comparisons"] += len(found)
-            if self.is_exact:
-                assert found == expected, (prompt, emitted)
-            else:
-                rounding = self.alone.rounding
-                assert np.allclose(found, expected, rtol=0, atol=rounding), (found, expected)
+            tokens = [produced.token for produced in drawn]
+            self.compare([produced.logprob for produced in drawn], prompt, tokens)
+
+    def compare(self, found: list[float], prompt: Tokens, tokens: Tokens) -> None:
+        """Compare log-probabilities of ``tokens`` after ``prompt``."""
+        expected = self.alone.logprobs(prompt, tokens)
+        self.tally["comparisons"] += len(found)
+        if self.is_exact:
+            assert found == expected, (prompt, tokens, found, expected)
+        else:
+            rounding = self.alone.rounding
+            assert np.allclose(found, expected, rtol=0, atol=rounding), (found, expected)
 
     def check_text(
         self, prompt: Tokens, sampling: SamplingParams, emitted: Sequence[lb.Produced], n: int
@@ -376,6 +381,12 @@ class User:
         request = self.program.requests[result.id]
         assert isinstance(request.prompt, list) and request.sampling and request.max_tokens
         self.check_result(result, request.prompt, request.sampling, request.max_tokens)
+        if request.prompt_logprobs is not None and result.tokens:
+            _, *scores = result.prompt_logprobs or [None]
+            self.tally["scores"] += len(scores)
+            found = [score.logprob for score in scores if score is not None]
+            assert len(found) == len(request.prompt) - 1
+            self.compare(found, request.prompt[:1], request.prompt[1:])
 
     def check_report(self, report: Report, task: str) -> None:
         """Compare an agent's conversation."""
@@ -420,10 +431,7 @@ class User:
             before, tokens = branch.tokens, self.tokens(8)
             found = [score.logprob for score in branch.score(tokens)]
             assert branch.tokens == before
-            self.check(
-                before,
-                [lb.Produced(t, "", False, p, 0.0) for t, p in zip(tokens, found, strict=True)],
-            )
+            self.compare(found, before, tokens)
         elif kind == 6:
             branch.resample(SamplingParams(**self.settings()))
         elif kind == 7:
@@ -687,14 +695,22 @@ class User:
         for each in report.choices:
             self.check_report(each, task)
 
+    def async_engine(self) -> lb.AsyncEngine:
+        seed, buffer = self.random.randrange(9), self.random.choice([1, 9])
+        return lb.AsyncEngine(self.ctx, self.drafter(), CONFIG, seed=seed, wait_s=0, buffer=buffer)
+
     def run_tasks(self) -> None:
-        """Let tasks share an engine that has a thread of its own; some leave early."""
+        """Let tasks share an engine that has a thread of its own; some leave early.
+
+        Another user's tasks and later ones may share it too.
+        """
         self.tally["run_tasks"] += 1
-        drafter, seed, buffer = self.drafter(), self.random.randrange(9), self.random.choice([1, 9])
+        is_shared = self.random.random() < 0.4
+        engine = self.program.engine if is_shared else self.async_engine()
         plans = [(self.request(), self.random.randint(1, 30)) for _ in range(3)]
         has_agent, use = self.random.random() < 0.3, self.use()
 
-        async def read(engine: lb.AsyncEngine, request: Request, most: int) -> None:
+        async def read(request: Request, most: int) -> None:
             events = engine.generate(request)
             async with aclosing(cast("AsyncGenerator[lb.Event, None]", events)):
                 async for event in events:
@@ -705,13 +721,14 @@ class User:
                         return
 
         async def main() -> None:
-            async with lb.AsyncEngine(
-                self.ctx, drafter, CONFIG, seed=seed, wait_s=0, buffer=buffer
-            ) as engine:
-                tasks = [read(engine, *plan) for plan in plans]
+            try:
+                tasks = [read(*plan) for plan in plans]
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
                 if has_agent:
                     self.check_report(await agent(engine, 1, use).arun("Go."), "Go.")
+            finally:
+                if not is_shared:
+                    await engine.close()
             for error in ended:
                 if error is not None:
                     raise error
@@ -801,18 +818,24 @@ class Program:
         alone: the texts of the same model.
         seed: of the program.
         tally: counts programs, comparisons, interrupts and what else happened.
-        drafting: a context of a draft model, or None.
+        drafters: draft models and heads that texts may use.
     """
 
     def __init__(
-        self, ctx: Context, alone: Alone, seed: int, tally: Counter[str], drafting: Any = None
+        self,
+        ctx: Context,
+        alone: Alone,
+        seed: int,
+        tally: Counter[str],
+        drafters: Sequence[lb.Drafter] = (),
     ) -> None:
         self.random = random = Random(seed)
-        self.ctx, self.alone, self.tally, self.drafting = ctx, alone, tally, drafting
+        self.ctx, self.alone, self.tally, self.drafters = ctx, alone, tally, drafters
         self.numbers = count()
         self.requests: dict[str, Request] = {}
         self.users: list[User] = []
         self.users += [User(self, random.random()) for _ in range(random.choice([1, 1, 2]))]
+        self.engine = self.users[0].async_engine()  # of all users
 
     def run(self, n_acts: int = 5) -> None:
         first, *others = self.users
@@ -829,6 +852,7 @@ class Program:
             if user.failure is not None:
                 raise user.failure
             user.may_raise = False
+        self.engine.shut_down(drain=end == "finish")
         for user in self.users:
             {"finish": user.finish, "forget": user.forget, "close": user.find_closed}[end]()
             self.tally.update(user.tally)
@@ -837,9 +861,9 @@ class Program:
             return
         self.users.clear()
         gc.collect()
-        for ctx in (self.ctx, self.drafting) if self.drafting is not None else (self.ctx,):
+        for ctx in (self.ctx, *(ctx for drafter in self.drafters for ctx in drafter.contexts)):
             ctx.audit()
-            assert ctx.n_seq_free == N_SEQ
+            assert ctx.n_seq_free == ctx.n_seq_max
             if ctx.prefix_cache is not None:
                 self.tally["cached"] += ctx.prefix_cache.n_hit_tokens
                 self.tally["evicted"] += ctx.prefix_cache.n_evicted

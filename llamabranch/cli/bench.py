@@ -57,7 +57,10 @@ def bench(
     speeds: dict[str, Speeds] = {}
     complete = _measure_all(given, console, names, fitting, runs, speeds)
     console.progress("")
-    console.line(machine.describe(given.threads or machine.cores))
+    for line in machine.describe():
+        console.line(line)
+    if complaint := machine.complaint(given.threads or machine.cores):
+        console.line(f"the timings are noisy: {complaint}")
     console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
     best = fastest(speeds)
     flags = best and _flags(best, speeds[best], names[1])

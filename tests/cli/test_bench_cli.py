@@ -27,7 +27,7 @@ def test_bench_measures_each_setting_and_length_that_fits_and_names_flags_that_w
     assert result.exit_code == 0, result.stderr
     for label in ("with drafts", "\n-fa 1  ", "\n-fa 0  ", "\nfastest here: "):
         assert label in result.stdout
-    processor = f"processor {' '.join(machine.processor.split())}"
+    processor = f"processor: {' '.join(machine.processor.split())}"
     assert processor in " ".join(result.stdout.split())
     answer = commands.answer("bench", *SMALL, "-r", "2", "-ctk", "f16")
     assert set(answer) == {

@@ -26,12 +26,11 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
-from llamabranch.bench.speed import Spread
 from llamabranch.context.params import ContextOptions
 
 from .report import Settings, emit, parser, pm, table, title
 from .servers import has_amx
-from .timing import PAUSE_S
+from .timing import PAUSE_S, Spread
 
 READ, ONE, FORKS, SEPARATE = "read", "one text", "eight forks", "eight texts"
 FIGURES = (READ, ONE, FORKS, SEPARATE)

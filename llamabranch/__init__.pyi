@@ -50,7 +50,7 @@ from .loading import (
 from .model import (
     Model as Model,
 )
-from .native import (
+from .native.library import (
     set_log_level as set_log_level,
     system_info as system_info,
 )

@@ -12,7 +12,7 @@ from .context.params import ContextOptions
 from .engine.context import Context
 from .errors import ConfigError
 from .model import Model
-from .native import set_log_level
+from .native.library import set_log_level
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,18 +15,18 @@ import gc
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from engine_runs import heard
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request, SamplingParams, search
-from llamabranch.agents import Report
+from llamabranch.agents import Report, Step
 from llamabranch.errors import (
     CapacityError,
     DecodeInterruptedError,
@@ -60,6 +60,13 @@ def root(error: BaseException | None) -> BaseException | None:
     while error is not None and error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def is_raised(error: BaseException | None) -> bool:
+    """Return whether an error comes from what a program raises itself."""
+    return isinstance(root(error), RAISED) or any(
+        f"raised {each.__name__}(" in str(error) for each in RAISED
+    )
 
 
 def same_logits(tokens: Any, logits: Any) -> Any:
@@ -146,6 +153,7 @@ class User:
         self.failure: BaseException | None = None
         self.branches: list[Branch] = []
         self.open: list[Pieces] = []
+        self.agents: list[Pieces] = []  # those of `open` that are an agent's
         self.engines: dict[Engine, list[lb.Event]] = {}  # with the events so far
         self.added: dict[Engine, list[Request]] = {}
         self.chat = lb.Chat(self.ctx, None, max_tokens=4, seed=self.random.randrange(9))
@@ -187,7 +195,7 @@ class User:
 
     def drafter(self) -> lb.Drafter | None:
         """Return a drafter, or None; each proposes many tokens that are rejected."""
-        kind, use = self.random.randrange(5), self.use()
+        kind, use = self.random.randrange(6), self.use()
 
         def propose(tokens: list[int], n: int) -> list[int]:
             use()
@@ -197,9 +205,9 @@ class User:
             return None
         if kind == 1:
             return lb.SuffixDrafter()
-        if kind < 4 or self.program.drafting is None:
+        if kind < 4 or not self.program.drafters:
             return lb.FunctionDrafter(propose)
-        return lb.ModelDrafter(self.program.drafting)
+        return self.random.choice(self.program.drafters)
 
     def options(self) -> dict[str, Any]:
         """Return options by which a request uses the context."""
@@ -211,13 +219,18 @@ class User:
     def request(self) -> Request:
         """Return a request; some have a prompt that never fits."""
         sampling, use = SamplingParams(**self.settings()), self.use()
+
+        def on_round(trace: object) -> None:
+            use()
+
         prompt = self.tokens()
         if self.random.random() < 0.05:
             prompt = [5] * (self.ctx.n_ctx_seq + self.random.randint(1, 9))
         request = Request(
             prompt, str(next(self.program.numbers)), self.random.randint(1, 8), sampling,
             n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
-            on_round=(lambda trace: use()) if self.random.random() < 0.3 else None, **self.options(),
+            on_round=on_round if self.random.random() < 0.3 else None,
+            prompt_logprobs=0 if self.random.random() < 0.1 else None, **self.options(),
         )  # fmt: skip
         self.program.requests[str(request.id)] = request
         return request
@@ -272,7 +285,7 @@ class User:
             search.vote(self.random.choice(self.branches), lambda text: text[:1], 2, 2, seed=3)
         elif kind == 10 and is_own and self.ctx.n_seq_free:
             self.chat.send("Again").finish()
-        elif kind in (7, 11) and self.may_raise and self.random.random() < 0.2:
+        elif kind in (7, 11) and self.may_raise and self.random.random() < 0.5:
             self.raise_something(is_own=is_own)
 
     def raise_something(self, *, is_own: bool) -> None:
@@ -296,14 +309,18 @@ class User:
         """Compare log-probabilities of generated tokens with those of the same tokens alone."""
         drawn = [produced for produced in emitted if not produced.is_stop]
         if drawn:
-            expected = self.alone.logprobs(prompt, [produced.token for produced in drawn])
-            found = [produced.logprob for produced in drawn]
-            self.tally["comparisons"] += len(found)
-            if self.is_exact:
-                assert found == expected, (prompt, emitted)
-            else:
-                rounding = self.alone.rounding
-                assert np.allclose(found, expected, rtol=0, atol=rounding), (found, expected)
+            tokens = [produced.token for produced in drawn]
+            self.compare([produced.logprob for produced in drawn], prompt, tokens)
+
+    def compare(self, found: list[float], prompt: Tokens, tokens: Tokens) -> None:
+        """Compare log-probabilities of ``tokens`` after ``prompt``."""
+        expected = self.alone.logprobs(prompt, tokens)
+        self.tally["comparisons"] += len(found)
+        if self.is_exact:
+            assert found == expected, (prompt, tokens, found, expected)
+        else:
+            rounding = self.alone.rounding
+            assert np.allclose(found, expected, rtol=0, atol=rounding), (found, expected)
 
     def check_text(
         self, prompt: Tokens, sampling: SamplingParams, emitted: Sequence[lb.Produced], n: int
@@ -355,9 +372,8 @@ class User:
     def may_end_so(self, reason: str, error: BaseException | None) -> bool:
         """Return whether a program may end a text so."""
         if reason in ("capacity", "error"):
-            expected = CapacityError if reason == "capacity" else RAISED
-            is_fault = "raised Fault()" in str(error)
-            return isinstance(root(error), expected) or is_fault or self.ctx.closed
+            is_full = reason == "capacity" and isinstance(root(error), CapacityError)
+            return is_full or is_raised(error) or self.ctx.closed
         return reason in ("length", "stop", "cancelled")
 
     def check_request(self, result: lb.Result) -> None:
@@ -365,6 +381,12 @@ class User:
         request = self.program.requests[result.id]
         assert isinstance(request.prompt, list) and request.sampling and request.max_tokens
         self.check_result(result, request.prompt, request.sampling, request.max_tokens)
+        if request.prompt_logprobs is not None and result.tokens:
+            _, *scores = result.prompt_logprobs or [None]
+            self.tally["scores"] += len(scores)
+            found = [score.logprob for score in scores if score is not None]
+            assert len(found) == len(request.prompt) - 1
+            self.compare(found, request.prompt[:1], request.prompt[1:])
 
     def check_report(self, report: Report, task: str) -> None:
         """Compare an agent's conversation."""
@@ -409,10 +431,7 @@ class User:
             before, tokens = branch.tokens, self.tokens(8)
             found = [score.logprob for score in branch.score(tokens)]
             assert branch.tokens == before
-            self.check(
-                before,
-                [lb.Produced(t, "", False, p, 0.0) for t, p in zip(tokens, found, strict=True)],
-            )
+            self.compare(found, before, tokens)
         elif kind == 6:
             branch.resample(SamplingParams(**self.settings()))
         elif kind == 7:
@@ -494,6 +513,8 @@ class User:
         begun = self.random.choice(kinds)
         self.tally[begun.__name__] += 1
         self.open.append(begun())
+        if begun == self.working:
+            self.agents.append(self.open[-1])
         self.go_on()
 
     def go_on(self, most: int = 12, *, is_inside: bool = False) -> None:
@@ -501,7 +522,7 @@ class User:
 
         Inside a function that the context calls, nobody can wait for an agent, which has a thread.
         """
-        usable = [each for each in self.open if not (is_inside and each.__name__ == "working")]
+        usable = [each for each in self.open if not (is_inside and each in self.agents)]
         if not usable:
             return
         pieces = self.random.choice(usable)
@@ -579,9 +600,9 @@ class User:
 
     def chatting(self) -> Pieces:
         messages, sampling = [("user", "A tale")], SamplingParams(**self.settings())
-        prompt = self.ctx.model.chat_tokens(messages)
-        options = {"max_tokens": 8, "sampling": sampling, "drafter": self.drafter()}
-        with closing(self.ctx.chat(messages, stream=True, **self.options(), **options)) as events:
+        prompt, options = self.ctx.model.chat_tokens(messages), self.options()
+        options |= {"max_tokens": 8, "sampling": sampling, "drafter": self.drafter()}
+        with closing(self.ctx.chat(messages, stream=True, **options)) as events:
             for event in events:
                 if event.result is not None:
                     self.check_result(event.result, prompt, sampling, 8)
@@ -590,7 +611,8 @@ class User:
     def working(self) -> Pieces:
         """An agent, which works on while nobody looks."""
         task = self.random.choice(["Go.", "Work!"])
-        with closing(agent(self.ctx, self.random.randrange(3), self.use()).stream(task)) as steps:
+        steps = agent(self.ctx, self.random.randrange(3), self.use()).stream(task)
+        with closing(cast("Generator[Step, None, None]", steps)):
             for step in steps:
                 if step.report is not None:
                     self.check_report(step.report, task)
@@ -611,7 +633,12 @@ class User:
 
     def close_engine(self, engine: Engine) -> None:
         """Close an engine; all its requests have ended, each text once, and as its events say."""
-        self.hear(engine, engine.close(drain=self.random.random() < 0.5))
+        drain, is_closed = self.random.random() < 0.5, False
+        while not is_closed:
+            with self.surviving():
+                events = engine.close(drain=drain)
+                is_closed = True
+        self.hear(engine, events)
         texts = heard(self.engines.pop(engine))
         for request in self.added.pop(engine):
             results = [texts[str(request.id), i].result for i in range(request.n)]
@@ -651,9 +678,12 @@ class User:
     def generate_all(self) -> None:
         """A job, with a listener that uses the context."""
         requests = [self.request() for _ in range(self.random.randint(1, 3))]
-        use = self.use()
-        engine = self.random.choice([*self.engines])
-        for result in engine.generate(requests, on_event=lambda event: use()):
+        use, engine = self.use(), self.random.choice([*self.engines])
+
+        def on_event(event: lb.Event) -> None:
+            use()
+
+        for result in engine.generate(requests, on_event=on_event):
             self.check_request(result)
 
     def ask(self) -> None:
@@ -665,15 +695,24 @@ class User:
         for each in report.choices:
             self.check_report(each, task)
 
+    def async_engine(self) -> lb.AsyncEngine:
+        seed, buffer = self.random.randrange(9), self.random.choice([1, 9])
+        return lb.AsyncEngine(self.ctx, self.drafter(), CONFIG, seed=seed, wait_s=0, buffer=buffer)
+
     def run_tasks(self) -> None:
-        """Let tasks share an engine that has a thread of its own; some leave early."""
+        """Let tasks share an engine that has a thread of its own; some leave early.
+
+        Another user's tasks and later ones may share it too.
+        """
         self.tally["run_tasks"] += 1
-        drafter, seed, buffer = self.drafter(), self.random.randrange(9), self.random.choice([1, 9])
+        is_shared = self.random.random() < 0.4
+        engine = self.program.engine if is_shared else self.async_engine()
         plans = [(self.request(), self.random.randint(1, 30)) for _ in range(3)]
         has_agent, use = self.random.random() < 0.3, self.use()
 
-        async def read(engine: lb.AsyncEngine, request: Request, most: int) -> None:
-            async with aclosing(engine.generate(request)) as events:
+        async def read(request: Request, most: int) -> None:
+            events = engine.generate(request)
+            async with aclosing(cast("AsyncGenerator[lb.Event, None]", events)):
                 async for event in events:
                     if event.result is not None:
                         self.check_request(event.result)
@@ -682,13 +721,14 @@ class User:
                         return
 
         async def main() -> None:
-            async with lb.AsyncEngine(
-                self.ctx, drafter, CONFIG, seed=seed, wait_s=0, buffer=buffer
-            ) as engine:
-                tasks = [read(engine, *plan) for plan in plans]
+            try:
+                tasks = [read(*plan) for plan in plans]
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
                 if has_agent:
                     self.check_report(await agent(engine, 1, use).arun("Go."), "Go.")
+            finally:
+                if not is_shared:
+                    await engine.close()
             for error in ended:
                 if error is not None:
                     raise error
@@ -697,8 +737,18 @@ class User:
 
     # -- a life --------------------------------------------------------------------------------------
 
-    def act(self) -> None:
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Ignore what a program raises itself."""
         try:
+            yield
+        except BaseException as error:
+            if not is_raised(error):
+                raise
+            self.tally[type(root(error)).__name__] += 1
+
+    def act(self) -> None:
+        with self.surviving():
             act = self.random.choice(self.acts)
             with suppress(CapacityError):
                 act()
@@ -710,10 +760,6 @@ class User:
             if self.branches:
                 with suppress(CapacityError):
                     self.check_branch(self.random.choice(self.branches))
-        except BaseException as error:
-            if not (isinstance(root(error), RAISED) or "raised Fault()" in str(error)):
-                raise
-            self.tally[type(root(error)).__name__] += 1
 
     def run(self, n_acts: int) -> None:
         """Act; keep what is raised. When another user closes the context, this ends."""
@@ -727,7 +773,6 @@ class User:
 
     def finish(self) -> None:
         """Close everything."""
-        self.may_raise = False
         for pieces in self.open:
             pieces.close()
         for engine in [*self.engines]:
@@ -740,6 +785,7 @@ class User:
         """Close nothing, and keep nothing."""
         self.is_over = True
         self.open.clear()
+        self.agents.clear()
         self.engines.clear()
         self.added.clear()
         self.branches.clear()
@@ -772,18 +818,24 @@ class Program:
         alone: the texts of the same model.
         seed: of the program.
         tally: counts programs, comparisons, interrupts and what else happened.
-        drafting: a context of a draft model, or None.
+        drafters: draft models and heads that texts may use.
     """
 
     def __init__(
-        self, ctx: Context, alone: Alone, seed: int, tally: Counter[str], drafting: Any = None
+        self,
+        ctx: Context,
+        alone: Alone,
+        seed: int,
+        tally: Counter[str],
+        drafters: Sequence[lb.Drafter] = (),
     ) -> None:
         self.random = random = Random(seed)
-        self.ctx, self.alone, self.tally, self.drafting = ctx, alone, tally, drafting
+        self.ctx, self.alone, self.tally, self.drafters = ctx, alone, tally, drafters
         self.numbers = count()
         self.requests: dict[str, Request] = {}
         self.users: list[User] = []
         self.users += [User(self, random.random()) for _ in range(random.choice([1, 1, 2]))]
+        self.engine = self.users[0].async_engine()  # of all users
 
     def run(self, n_acts: int = 5) -> None:
         first, *others = self.users
@@ -799,6 +851,8 @@ class Program:
         for user in self.users:
             if user.failure is not None:
                 raise user.failure
+            user.may_raise = False
+        self.engine.shut_down(drain=end == "finish")
         for user in self.users:
             {"finish": user.finish, "forget": user.forget, "close": user.find_closed}[end]()
             self.tally.update(user.tally)
@@ -807,9 +861,9 @@ class Program:
             return
         self.users.clear()
         gc.collect()
-        for ctx in (self.ctx, self.drafting) if self.drafting is not None else (self.ctx,):
+        for ctx in (self.ctx, *(ctx for drafter in self.drafters for ctx in drafter.contexts)):
             ctx.audit()
-            assert ctx.n_seq_free == N_SEQ
+            assert ctx.n_seq_free == ctx.n_seq_max
             if ctx.prefix_cache is not None:
                 self.tally["cached"] += ctx.prefix_cache.n_hit_tokens
                 self.tally["evicted"] += ctx.prefix_cache.n_evicted

@@ -9,7 +9,7 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from llama_cpp import llama_cpp as C
-import llamabranch.native  # before the patch: the compiled core steps aside for another llama_decode
+import llamabranch.native.context  # first: the compiled core steps aside for another llama_decode
 from llamabranch.cli import main
 
 count, path, *arguments = sys.argv[1:]

@@ -15,7 +15,7 @@ def _decode(ctx: Context, texts: Mapping[Branch, Sequence[int]]) -> list[LogitsR
     batch = Batch()
     for branch, tokens in texts.items():
         batch.add(branch.seq_id, tokens)
-    return [rows[-1] for rows in batch.decode(ctx.decoder)]
+    return [rows[-1] for rows in ctx.decoder.decode(batch)]
 
 
 def prefill(ctx: Context, prompts: Mapping[Branch, Sequence[int]]) -> None:

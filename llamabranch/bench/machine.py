@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..native import available_cores, engine_versions, system_info
+from ..native.library import available_cores, engine_versions, system_info
 
 
 def load_average() -> float | None:

@@ -592,19 +592,6 @@ class Branch(TextNode):
         self.sequence.hang(None if parent is None else parent.sequence)
         self.sequence.at = at
 
-    def leave_to_cache(self) -> None:
-        """Prune this branch; its K/V stays in the prefix cache, and its forks become roots.
-
-        For texts that may come back, such as turns of a chat; not for users.
-        """
-        with self._lock:
-            if self.sequence.is_pruned:
-                return
-            for child in self.children:
-                child.detach()
-            self.sequence.keep_cached(is_last=True)
-            self.prune()
-
     def snapshot(self) -> Snapshot:
         """Return a copy of the complete state, without children; see ``restore``.
 

@@ -28,7 +28,7 @@ from ..context.logits import LogitsRow
 from ..errors import LlamaBranchError, SnapshotError, UnsupportedError, UsageError
 from ..files import atomic_write, path_of
 from ..generation.text import Text
-from ..native import engine_versions
+from ..native.library import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 

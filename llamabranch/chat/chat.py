@@ -15,18 +15,19 @@ from uuid import uuid4
 
 from ..agents.tools import text_of
 from ..arguments import whole
-from ..branch import Branch, Produced
+from ..branch import Produced
 from ..context.context import text_context
 from ..engine import Engine
 from ..engine.completion import ChatOptions, Completion, plan_chat
 from ..engine.context import Context
 from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
+from ..generation.text import Text
 from ..model import stop_strings
 from ..model.text import n_common
 from ..model.tools import ToolCall
-from ..native import forkable_lock, is_held
+from ..native.handle import forkable_lock, is_held
 from ..request.request import Event
-from ..sampling import SamplingParams, SamplingSettings
+from ..sampling import Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
 from ..speculative import SpeculativeConfig
@@ -313,14 +314,17 @@ class Chat:
             exchanges = [*path, answered, Exchange(answered, "x")]
             n_next = min(last, n_common(tokens, _tokens(self._plan(self.system, exchanges))))
         progress, stats = self.options.get("on_prompt_progress"), self.stats
-        branch = Branch.create(self.ctx, beginning=tokens[:last])
-        try:
-            n = branch.sequence.take_cached(tokens[:last])
-            for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
-                if part:
-                    branch.prefill(part, on_prompt_progress=progress)
-        finally:
-            branch.leave_to_cache()
+        sampler = Sampler(self.ctx.model, self.sampling)
+        with self.ctx.lock:
+            text = Text(self.ctx, None, sampler, 0, beginning=tokens[:last])
+            try:
+                n = text.take_cached(tokens[:last])
+                for part in (tokens[n:n_next], tokens[max(n, n_next) : last]):
+                    if part:
+                        text.read(part, as_prompt=True, report=progress)
+            finally:
+                text.keep_cached(is_last=True)
+                text.release()
         stats.prompt_tokens += last - n
         stats.cached_prompt_tokens -= last - n
 

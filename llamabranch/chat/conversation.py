@@ -78,28 +78,26 @@ def messages_of(system: str | None, exchanges: Iterable[Exchange]) -> list[dict[
 
 
 def exchanges_of(branches: Branches) -> list[Exchange]:
-    """Return every exchange of the branches once, parents first, so that the root is the first."""
+    """Return every exchange of the branches once, the root first, each before those after it."""
     known = {exchange: None for head in branches.values() for exchange in head.path}
     return [exchange for exchange in next(iter(known)).subtree() if exchange in known]
 
 
 def drawn(branches: Branches, current: int) -> str:
     """Return a drawing of the tree of all branches."""
-    (root, *others), rows = exchanges_of(branches), list[str]()
-    waiting, known = [(root, "", "")], {*others}
-    while waiting:
-        exchange, branch, indent = waiting.pop()
+    exchanges, rows = exchanges_of(branches), list[str]()
+    last = {exchange.parent: exchange for exchange in exchanges}  # of those with the same parent
+    for exchange in exchanges:
         text, half = f"{exchange.user} > {exchange.answer}", _LONGEST // 2
         notes = [f"{exchange.n_tokens} tokens"]
-        if exchange is root:
+        if exchange.parent is None:
             text, notes = "the beginning", []
         for number, head in branches.items():
             if head is exchange:
                 notes.append(f"branch {number}" + " (current)" * (number == current))
         text = text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
-        rows.append(f"{branch}{text!r}  {', '.join(notes)}".rstrip())
-        below, marks = [child for child in exchange.children if child in known], ("└─ ", "   ")
-        while below:  # the first is drawn first
-            waiting.append((below.pop(), indent + marks[0], indent + marks[1]))
-            marks = "├─ ", "│  "
+        indent = ["   " if last[up.parent] is up else "│  " for up in exchange.path[1:]]
+        if indent:
+            indent[-1] = "└─ " if last[exchange.parent] is exchange else "├─ "
+        rows.append(f"{''.join(indent)}{text!r}  {', '.join(notes)}".rstrip())
     return "\n".join(rows)

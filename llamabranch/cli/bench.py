@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.speed import Speeds, Spread, fastest, measure
+from llamabranch.bench.speed import Speeds, fastest, measure, median
 from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
 from . import options as opt
@@ -149,7 +149,7 @@ def _measure_all(
 def _rows(name: str, speeds: Speeds) -> Iterator[tuple[object, ...]]:
     for length, read in speeds.read.items():
         drafted = speeds.drafted.get(length, [])
-        medians = (Spread.of(rates).median for rates in (read, speeds.plain[length], drafted))
+        medians = (median(rates) for rates in (read, speeds.plain[length], drafted))
         yield (name, f"{length:,}", *(number(median, 1) for median in medians))
 
 

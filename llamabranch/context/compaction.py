@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
-from ..native import call_in_thread, release_threads
+from ..native.context import release_threads
+from ..native.interrupts import call_in_thread
 from .memory import Memory
 from .prefix_cache import CachedPrefix, PrefixCache, longest_prefix
 from .runner import Runner, decode_run
-
-__all__ = ["Replayable", "rewrite_in_order"]
 
 # Write a text: share the cells of its first tokens with a sequence, then write the others.
 _Step = tuple[CachedPrefix, int, int]  # the text, that sequence, and the number of shared tokens

@@ -20,7 +20,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import release_threads
+from ..native.context import release_threads
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base, number_array
 from ..sampling.params import settings_of
@@ -33,8 +33,6 @@ from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
 from .runner import decode_run
 from .sequence_ids import SequenceIds
-
-__all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
 

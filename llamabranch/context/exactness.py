@@ -100,6 +100,6 @@ def _is_exact(
         else:
             token = (own[i % n_own] + 1) % runner.handle.n_vocab
             batch.add(0 if is_alone else 1, [token], "none")
-    rows = [row for run in batch.decode(runner) for row in run]
+    rows = [row for run in runner.decode(batch) for row in run]
     expected = alone[n_own - len(compared) : n_own]
     return all(np.array_equal(row.array, one) for row, one in zip(rows, expected, strict=True))

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..native import ContextHandle, heads
+from ..native import heads
+from ..native.context import ContextHandle
 from .cell_table import CellTable
-
-__all__ = ["HiddenStates"]
 
 Rows = npt.NDArray[np.float32]
 

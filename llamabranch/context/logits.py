@@ -16,8 +16,6 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow", "TokenScore", "lent"]
-
 Logits = npt.NDArray[np.float32]
 
 _FLOOR = np.float32(-1e4)  # exp of it is 0
@@ -239,7 +237,7 @@ class LogitsRow:
 
     def _measure(self) -> None:
         if core.available and len(self.array):
-            best, logsumexp, entropy = core.measure(self.address, 1, len(self.array))[0]
+            best, logsumexp, entropy = core.measure(self.address, len(self.array))
             if best >= 0:
                 self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
                 return

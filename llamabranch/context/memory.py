@@ -17,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CacheFullError, DecodeError, SnapshotError
-from ..native import ContextHandle, StateLayout, max_sequences
+from ..native.context import ContextHandle
 from ..native.interrupts import uninterrupted
+from ..native.library import max_sequences
+from ..native.state_layout import StateLayout
 from .cell_table import CellTable, Usage
 from .checkpoints import Checkpoint, Checkpoints
 from .hidden_states import HiddenStates
-
-__all__ = [
-    "END", "MOST_WITH_WINDOW", "CellOrder", "Memory", "NonUnified", "RollingBack", "States", "Windowed",
-]  # fmt: skip
 
 State = npt.NDArray[np.uint8]
 Row = npt.NDArray[np.float32]

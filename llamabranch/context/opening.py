@@ -15,7 +15,9 @@ import numpy as np
 from ..arguments import figure
 from ..errors import BranchStateError, DecodeError, SnapshotError, UnsupportedError
 from ..model import Model
-from ..native import ContextHandle, StateLayout, max_sequences
+from ..native.context import ContextHandle
+from ..native.library import max_sequences
+from ..native.state_layout import StateLayout
 from .cell_table import Usage
 from .exactness import most_exact_rows, why_not_exact
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed

@@ -9,8 +9,14 @@ from typing import TypedDict
 from ..arguments import choice, real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
-from ..native import NativeContextParams, available_cores, max_sequences
-from ..native.context import FLASH_ATTENTION, KV_TYPES, NATIVE_NAMES, ROPE_SCALING
+from ..native.context import (
+    FLASH_ATTENTION,
+    KV_TYPES,
+    NATIVE_NAMES,
+    ROPE_SCALING,
+    NativeContextParams,
+)
+from ..native.library import available_cores, max_sequences
 
 __all__ = [
     "DEFAULT_N_CTX",

@@ -19,8 +19,6 @@ from ..native.interrupts import uninterrupted
 from .memory import END, Memory
 from .sequence_ids import SequenceIds
 
-__all__ = ["MIN_SHARED", "CachedPrefix", "PrefixCache", "longest_prefix"]
-
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 _FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
 

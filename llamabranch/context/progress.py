@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from ..arguments import function
 
-__all__ = ["OnPromptProgress", "PromptProgress", "Reading", "reading"]
-
 
 class PromptProgress(NamedTuple):
     """The progress of a prompt.
@@ -48,16 +46,14 @@ class Reading:
         return PromptProgress(n_read, self._n_cached, self._n_total, seconds)
 
 
-def reading(report: OnPromptProgress | None, n_cached: int, n: int) -> Callable[[int], None] | None:
+def reading(report: OnPromptProgress, n_cached: int, n: int) -> Callable[[int], None]:
     """Report that ``n`` tokens will be processed after ``n_cached``; return a function for each decode.
 
-    That function takes how many of the ``n`` tokens are decoded so far. None if ``report`` is None.
+    That function takes how many of the ``n`` tokens are decoded so far.
 
     Raises:
         ConfigError: ``report`` is not a function. Errors of ``report`` are raised too.
     """
-    if report is None:
-        return None
     function("on_prompt_progress", report)
     this = Reading(n_cached, n_cached + n)
     report(this.progress(n_cached))

@@ -8,7 +8,7 @@ possible. The caller must hold the context's lock and pass valid arguments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -26,17 +26,14 @@ from .memory import END, Memory
 from .params import warn_of_length
 from .threads import ThreadWatch
 
-__all__ = ["Batch", "Runner", "decode_run"]
-
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
-OnRead = Callable[[int], None]  # called after each decode with how many tokens are decoded so far
 # One decode: the number of tokens; the number of rows of logits; a function that submits it and returns
 # llama.cpp's code; a function that records it in the memory, and returns False if nothing was decoded;
 # and the index of each wanted row among llama.cpp's rows, None if these have the right order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position, -1 = at the end of its sequence; the sequence; whether its row is needed.
+# A token; its position; the sequence; whether its row is needed.
 Entry = tuple[int, int, int, bool]
 
 _FULL = 1  # llama_decode's return codes
@@ -109,21 +106,19 @@ class Runner:
         read: Read | None = None,
         *,
         reclaims: bool = True,
-        on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
         """Run several decodes, or none if one fails; return the rows that ``read`` did not get.
 
         ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
         are cut to ``starts``. The texts of ``replaced`` sequences get new rows, so their last rows are
         not copied; the caller passes none if a later decode could fail after an earlier one.
-        ``reclaims``: cells may be freed if all are taken. ``on_read`` is called after each decode; an
-        exception in it undoes all decodes.
+        ``reclaims``: cells may be freed if all are taken. An exception in ``read`` undoes all decodes.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         expiring: list[LogitsRow] = []  # valid if the decode fails and has changed nothing
-        code = n = n_rows_before = n_decoded = 0
+        code = n = n_decoded = 0
         outer = self.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
@@ -157,13 +152,9 @@ class Runner:
                 if read is None:
                     all_rows = all_rows + rows if all_rows else rows
                 else:
-                    with lent(rows):
-                        read(n_rows_before, rows)
-                    n_rows_before += n_rows
-                if on_read is not None:
                     n_decoded += n
                     with lent(rows):
-                        on_read(n_decoded)
+                        read(n_decoded, rows)
             else:
                 return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
@@ -265,35 +256,34 @@ class Runner:
 
     def decode(
         self,
-        entries: Sequence[Entry],
+        batch: Batch,
         states: States | None = None,
+        *,
         read: Read | None = None,
-        on_read: OnRead | None = None,
-    ) -> list[LogitsRow]:
-        """Decode the tokens of a `Batch` in as few decodes as possible; return the rows.
+    ) -> list[list[LogitsRow]]:
+        """Decode all runs of a batch, or none, in as few decodes as possible; return the rows of each.
 
         Args:
-            entries: the tokens, at least one.
+            batch: the tokens.
             states: the hidden states that a head reads with each token, float32 (n, n_embd).
-            read: called after each decode with the number of earlier rows and the new rows, which are
-                valid until it returns. With ``read`` no row is copied or returned.
-            on_read: called after each decode with how many of the tokens are decoded so far.
+            read: called after each decode with how many of the tokens are decoded so far and the new
+                rows, which are valid until the next decode. With ``read`` no row is copied or returned.
 
         Raises:
-            CacheFullError, DecodeError: all sequences are as before, also if ``read`` or ``on_read``
-                raises an exception.
+            CacheFullError, DecodeError: all sequences are as before, also if ``read`` raises an
+                exception.
         """
-        is_recorded = entries[0][1] < 0
-        starts: dict[int, int] = {}
-        if is_recorded:
-            written = dict.fromkeys(seq_id for _, _, seq_id, _ in entries)
-            starts = {seq_id: self.memory.next_position(seq_id) for seq_id in written}
-            ends, placed = dict(starts), []
-            for token, _, seq_id, wants in entries:
-                placed.append((token, ends[seq_id], seq_id, wants))
-                ends[seq_id] += 1
-            entries = placed
-        if max(entry[1] for entry in entries) >= self.n_trained:
+        seqs = dict.fromkeys(seq_id for _, seq_id, _ in batch.tokens)
+        if not seqs:
+            return [[] for _ in batch.n_rows]
+        is_recorded = batch.positions is None
+        starts = {s: self.memory.next_position(s) for s in seqs} if is_recorded else {}
+        ends = dict(batch.positions or starts)
+        entries: list[Entry] = []
+        for token, seq_id, wants in batch.tokens:
+            entries.append((token, ends[seq_id], seq_id, wants))
+            ends[seq_id] += 1
+        if max(ends.values()) > self.n_trained:
             self._warn_beyond_trained()
         parts = list(self._parts(entries))
         replaced: Collection[int] = ()
@@ -305,7 +295,8 @@ class Runner:
             self._piece(entries[part], None if states is None else states[part], is_recorded)
             for part in parts
         )
-        return self.transact(pieces, starts, replaced, read, reclaims=is_recorded, on_read=on_read)
+        rows = iter(self.transact(pieces, starts, replaced, read, reclaims=is_recorded))
+        return [list(islice(rows, n)) for n in batch.n_rows]
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
@@ -439,23 +430,27 @@ class Runner:
 class Batch:
     """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
 
+    Args:
+        positions: where the tokens of each sequence go; None = to its end. With positions the memory
+            does not record the tokens, and no cells are freed for them, because compaction would find
+            texts with an unknown end. They are for a head that reads its target's memory and writes no
+            cells.
+
     Attributes:
-        entries: an `Entry` for each token.
+        tokens: the tokens of all runs, each with its sequence and whether its row is needed.
         n_rows: for each run how many rows it gets.
     """
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
+    def __init__(self, positions: Mapping[int, int] | None = None) -> None:
+        self.positions = positions
+        self.tokens: list[tuple[int, int, bool]] = []
         self.n_rows: list[int] = []
 
-    def add(
-        self,
-        seq_id: int,
-        tokens: Sequence[int],
-        logits: str | int = "last",
-        *,
-        position: int = -1,
-    ) -> None:
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.tokens)
+
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
         Args:
@@ -463,33 +458,12 @@ class Batch:
             tokens: ids, at least one.
             logits: which rows to return: "all", "last", "none", or a number n = those from the n-th
                 token on.
-            position: the position of the first token, for all runs of the batch or for none. With it the
-                memory does not record the tokens, and no cells are freed for them, because compaction
-                would find texts with an unknown end. It is for a head that reads its target's memory and
-                writes no cells.
         """
         n = len(tokens)
         if isinstance(logits, str):
             logits = 0 if logits == "all" else n - (logits == "last")
-        for i, token in enumerate(tokens):
-            at = -1 if position < 0 else position + i
-            self.entries.append((token, at, seq_id, i >= logits))
+        self.tokens += [(token, seq_id, i >= logits) for i, token in enumerate(tokens)]
         self.n_rows.append(max(0, n - logits))
-
-    def decode(
-        self,
-        runner: Runner,
-        *,
-        states: States | None = None,
-        read: Read | None = None,
-        on_read: OnRead | None = None,
-    ) -> list[list[LogitsRow]]:
-        """Decode all runs, or none if that fails; return the rows of each. See ``Runner.decode``."""
-        rows: list[LogitsRow] = []
-        if self.entries:
-            rows = runner.decode(self.entries, states, read, on_read)
-        remaining = iter(rows)
-        return [list(islice(remaining, n)) for n in self.n_rows]
 
 
 def decode_run(
@@ -497,9 +471,9 @@ def decode_run(
     tokens: Sequence[int],
     seq_id: int,
     logits: str,
-    on_read: OnRead | None = None,
+    read: Read | None = None,
 ) -> list[LogitsRow]:
     """Decode any number of tokens of one sequence, all or none; return the requested rows."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
-    return batch.decode(runner, on_read=on_read)[0]
+    return runner.decode(batch, read=read)[0]

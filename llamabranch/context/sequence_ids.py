@@ -12,8 +12,6 @@ from ..errors import SequencesExhaustedError
 from ..native.interrupts import uninterrupted
 from .memory import Memory
 
-__all__ = ["SequenceIds"]
-
 _TRIES = 1000  # tries, a millisecond apart: a collection in another thread may take that long
 
 

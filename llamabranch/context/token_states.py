@@ -10,8 +10,6 @@ from ..errors import SequencesExhaustedError, UnsupportedError
 from .context import Context
 from .runner import decode_run
 
-__all__ = ["kept_states", "layer_states"]
-
 States = npt.NDArray[np.float32]
 
 

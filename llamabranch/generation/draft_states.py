@@ -11,7 +11,7 @@ from typing import cast
 
 from ..errors import CapacityError
 from ..model.text import n_common
-from ..native import forkable_lock
+from ..native.handle import forkable_lock
 from ..sampling import SamplingParams
 from .drafter import NO_STATE, Drafter, DraftState, FixedLength, propose
 from .text import Text

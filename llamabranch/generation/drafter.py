@@ -23,23 +23,6 @@ from ..sampling import Distribution
 from ..sampling.constraint import ConstraintStats
 from .text import Text
 
-__all__ = [
-    "NO_DRAFT",
-    "NO_STATE",
-    "Draft",
-    "DraftLength",
-    "DraftRequest",
-    "DraftState",
-    "Drafter",
-    "FixedLength",
-    "NullDrafter",
-    "NullState",
-    "Round",
-    "SpeculativeStats",
-    "checked_drafter",
-    "propose",
-]
-
 
 @dataclass(slots=True)
 class Draft:

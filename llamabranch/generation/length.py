@@ -8,10 +8,8 @@ import weakref
 from collections.abc import Sequence
 
 from ..context import Context
-from ..native import forkable_lock
+from ..native.handle import forkable_lock
 from .drafter import Drafter, DraftLength, NullDrafter, Round
-
-__all__ = ["LONGEST_PAUSE", "PAUSE", "WARM_UP_PLAIN", "AutoLength"]
 
 WARM_UP_PLAIN = 3  # plain steps before the first draft
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials of a drafter that is off

@@ -30,24 +30,6 @@ from .drafter import Draft
 from .output import Produced
 from .text import Text
 
-__all__ = [
-    "RULES",
-    "Acceptance",
-    "AcceptanceRule",
-    "Noise",
-    "Plan",
-    "RandomSource",
-    "RoundTrace",
-    "Rule",
-    "Verdict",
-    "apply_rule",
-    "block_rule",
-    "draft_seed",
-    "rule_name",
-    "seeded_rule",
-    "token_rule",
-]
-
 T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 Target = Callable[[int], Distribution]

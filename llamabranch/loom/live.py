@@ -23,7 +23,7 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
-from ..native import available_cores
+from ..native.library import available_cores
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service

@@ -80,12 +80,6 @@ class Known:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         return properties if isinstance(properties, Mapping) else None
 
-    def is_text(self, name: str, key: str) -> bool | None:
-        """Return whether an argument is a string; None if its schema does not say."""
-        return is_text_schema(
-            (self.properties(name) or {}).get(key), (self.schemas or {}).get(name)
-        )
-
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
     """Return True if a schema allows only strings, False if it allows no strings, else None."""
@@ -515,7 +509,6 @@ class ArgumentTags:
         separator: between two arguments.
         values: how values other than plain text are written.
         start, end: around all arguments, if there are any.
-        wrap: around strings that have several lines or XML characters, such as ``<![CDATA[`` and ``]]>``.
     """
 
     text: Around | None
@@ -524,7 +517,6 @@ class ArgumentTags:
     values: Values = field(default_factory=Values)
     start: str = ""
     end: str = ""
-    wrap: tuple[str, str] = ("", "")
 
     @cached_property
     def arounds(self) -> tuple[Around, ...]:
@@ -546,8 +538,6 @@ class ArgumentTags:
             around = self.around(value)
             is_plain = isinstance(value, str) and self.text is not None
             text = str(value) if is_plain else self.values.write(value)
-            if is_plain and self.wrap[0] and re.search("[\n<>&]", text):
-                text = self.wrap[0] + text + self.wrap[1]
             parts.append(around.before + key + around.between + text + around.closing(key))
         return self.start + self.separator.join(parts) + self.end if parts else ""
 
@@ -663,12 +653,10 @@ class ArgumentTags:
         after = around.closing(key)
         if not after.strip():
             return self.values.read(cursor)
-        opening, closing = self.wrap
-        if opening and is_text and cursor.tries(opening):
-            return self._raw(cursor, closing + after, rest)
         text = self._raw(cursor, after, rest)
         schema = (known.properties(name) or {}).get(key)
-        if is_text and (not is_other or known.is_text(name, key)):
+        root = (known.schemas or {}).get(name)
+        if is_text and (not is_other or is_text_schema(schema, root)):
             return text
         if self.values.tags:
             return self.values.read_tagged(text, schema)

@@ -11,9 +11,11 @@ from typing import SupportsIndex, cast
 from ..arguments import choice, function, instance, items, path_text, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..files import path_of
-from ..native import ModelHandle, amx_works, staging, uses_amx
+from ..native import staging
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_header
+from ..native.library import amx_works, uses_amx
+from ..native.model import ModelHandle
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText
@@ -218,21 +220,13 @@ class Model:
         """
         return fingerprint(self.files, self._loaded)
 
-    @cached_property
-    def quick_key(self) -> str:
-        """SHA-256 (hex) over the size of the file, its first and its last MiB.
-
-        It was the fingerprint before 0.4. Files that differ only in the middle have the same key.
-        """
-        return quick_key(self.path)
-
     def is_of(self, saved: str) -> bool:
         """Return whether a saved fingerprint is this model's, also one that was saved before 0.4.
 
         Raises:
             UsageError: as ``fingerprint``.
         """
-        return saved in (self.fingerprint, self.quick_key)
+        return saved in (self.fingerprint, quick_key(self.path))
 
     # -- vocabulary --------------------------------------------------------------------------------
 

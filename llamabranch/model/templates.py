@@ -26,7 +26,8 @@ from time import monotonic
 from typing import cast
 
 from ..errors import ConfigError, UnsupportedError
-from ..native import call_in_thread, forkable_lock
+from ..native.handle import forkable_lock
+from ..native.interrupts import call_in_thread
 
 _LIMIT_S = 10.0  # an ordinary conversation takes some milliseconds
 _MEMORY_BYTES = 1 << 30

@@ -54,10 +54,12 @@ class TextNode:
         return sorted(children, key=lambda child: child._serial)
 
     def subtree(self) -> list[Self]:
-        """Return this text and all that continue it, parents first."""
-        nodes = [self]
-        for node in nodes:
-            nodes += node.children
+        """Return this text and all that continue it: each text before those that continue it."""
+        nodes: list[Self] = []
+        waiting = [self]
+        while waiting:
+            nodes.append(waiting.pop())
+            waiting += reversed(nodes[-1].children)
         return nodes
 
     def ancestors(self) -> Iterator[Self]:

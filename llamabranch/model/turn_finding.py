@@ -22,7 +22,6 @@ _NAME, _OTHER = "zqfind", "zqseek"
 _KEY, _KEY2, _VALUE, _VALUE2 = "kxone", "kxtwo", "Vztext", "Wzmore"
 _IDS = ("zqid00001", "zqid00002")
 _RAW = "Vz'a\"b\\c"
-_LINES = "Vzl\n<&m"
 _NESTED = {"kxb": [17, "Vzs", True, {"kxd": 2.5}], "kxe": "Vzt"}
 _OTHERS: dict[str, object] = {
     "number": 4711, "bool": True, "null": None, "object": _NESTED, "list": [7, "Vzs"],
@@ -116,7 +115,6 @@ _BLOCKS: tuple[object, ...] = (  # other forms of a thought in a message
 )
 _SINGLE: dict[str, dict[str, object]] = {
     "none": {}, "one": {_KEY: _VALUE}, "two": {_KEY: _VALUE, _KEY2: _VALUE2}, "raw": {_KEY: _RAW},
-    "lines": {_KEY: _LINES},
     **{kind: {_KEY: value} for kind, value in _OTHERS.items()},
 }  # fmt: skip
 
@@ -124,19 +122,16 @@ _SINGLE: dict[str, dict[str, object]] = {
 def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
     """Return the messages of answers with calls, by purpose."""
 
-    def called(
-        *calls: tuple[str, object], content: object = "", **more: object
-    ) -> list[dict[str, object]]:
+    def called(*calls: tuple[str, object], **more: object) -> list[dict[str, object]]:
         written = [
             _call(name, json.dumps(a, ensure_ascii=False) if as_text else a, call_id)
             for (name, a), call_id in zip(calls, _IDS, strict=False)
         ]
-        return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
+        return [*_ASKED, {"role": "assistant", "content": "", "tool_calls": written, **more}]
 
     answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
     answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
-    answers["no content"] = called((_NAME, _SINGLE["one"]), content=None)
     return answers
 
 
@@ -221,7 +216,6 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         content = f"{_THOUGHT}{literal}{_CONTENT}"
         earlier = {**answer, "content": content}
         more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
-        more[f"last split {i}"] = {"messages": [*_ASKED, earlier]}
     result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
     more["result"] = {**prompt, **tools, "messages": [*answers["one"], result]}
     long = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
@@ -276,8 +270,7 @@ class _Finder:
             why = seen.faults.get("prompt") or "it does not write the user's message"
             self._reasons.append(f"the template does not render a question: {why}")
         self._header = self._find_header()
-        parts = self._with_ends(TurnParts(header=self._header))
-        parts = self._with_thoughts(parts)
+        parts = self._with_thoughts(TurnParts(header=self._header))
         parts = self._with_content(parts)
         parts = self._with_calls(parts)
         roles = {
@@ -319,23 +312,21 @@ class _Finder:
         if not header.strip():  # a switch may write into the user's message
             tails = [t for key in keys[:4] if (t := self._seen.tail(key)) is not None]
             header = _common(tails)
-        header = _whole_tags(header, brackets=True)
-        prompts = [t for key in keys if "prompt" in key and (t := self._seen.tail(key)) is not None]
-        rests = [text[text.find(header) + len(header) :] for text in prompts if header in text]
-        if sum(rest[:1].isalnum() for rest in rests) and len(set(rests)) > 1:
+        header = _whole_tags(header)
+        rests = self._after(header).values()
+        if any(rest[:1].isalnum() for rest in rests) and len(set(rests)) > 1:
             joints = [match.end() for match in _JOINT.finditer(header)]
             header = header[: joints[-1]] if joints else header
         return header
 
-    def _with_ends(self, parts: TurnParts) -> TurnParts:
-        answer = self._seen.tail("answer")
-        if answer is None or _CONTENT not in answer:
-            return parts
-        end = answer[answer.rindex(_CONTENT) + len(_CONTENT) :]
-        prompt = self._seen.tail("prompt") or ""
-        if prompt.strip() and end.endswith(prompt):  # it always ends with a generation prompt
-            end = end[: -len(prompt)]
-        return replace(parts, turn_end=end)
+    def _after(self, header: str) -> dict[str, str]:
+        """Return what generation prompts have after the header, by purpose."""
+        tails = {key: self._seen.tail(key) for key in ("prompt", "prompt True", "prompt False")}
+        return {
+            key: tail[tail.find(header) + len(header) :]
+            for key, tail in tails.items()
+            if tail is not None and header in tail
+        }
 
     def _strip_end(self, text: str, end: str) -> str:
         """Return the content of a turn without its end."""
@@ -352,11 +343,7 @@ class _Finder:
 
     def _with_thoughts(self, parts: TurnParts) -> TurnParts:
         seen, header = self._seen, self._header
-        rests = {
-            key: tail[tail.find(header) + len(header) :]
-            for key in ("prompt", "prompt True", "prompt False")
-            if (tail := seen.tail(key)) is not None and header in tail
-        }
+        rests = self._after(header)
         start = end = None
         opening = closing = ""
         keys = ["thoughtful", "thoughtful True", "thought"]
@@ -419,18 +406,13 @@ class _Finder:
             pieces = [piece.strip() for piece in _JOINT.split(text)]
             if len(pieces) == 2 and _words(pieces[0]) == _words(pieces[1]) != set():
                 return pieces[0], pieces[1]
-        for shorter in texts:
-            for longer in texts:
-                more = longer[len(shorter) :].strip() if longer.startswith(shorter) else ""
-                if more and _words(more) == _words(shorter):
-                    return shorter, more
         return None, None
 
     def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
         """Return the tags of a thought that the template removes from an answer's content."""
         for i, end in enumerate(_closers(self._seen.template)):
-            texts = [self._seen.texts.get(f"{key} {i}", "") for key in ("split", "last split")]
-            if any(_CONTENT in t and (_THOUGHT not in t or end not in t) for t in texts):
+            text = self._seen.texts.get(f"split {i}", "")
+            if _CONTENT in text and (_THOUGHT not in text or end not in text):
                 return end.replace("/", "", 1), end
         for rest in rests.values():
             start = rest.strip()
@@ -452,31 +434,28 @@ class _Finder:
     # -- content -----------------------------------------------------------------------------------
 
     def _with_content(self, parts: TurnParts) -> TurnParts:
-        answer = self._seen.tail("answer")
-        if answer is None or _CONTENT not in answer:
+        """Add the texts around the content of an answer, and after the answer."""
+        before, found, end = (self._seen.tail("answer") or "").partition(_CONTENT)
+        if not found:
             return parts
-        before = answer[: answer.index(_CONTENT)]
-        if not before.startswith(self._header):
-            return parts
-        start = before[len(self._header) :]
-        if start.strip() and (self._seen.tail("prompt") or "").rstrip().endswith(start.strip()):
-            return replace(parts, turn_end=_JOINT.split(parts.turn_end)[0])
+        prompt = self._seen.tail("prompt") or ""
+        if prompt.strip() and end.endswith(prompt):  # it always ends with a generation prompt
+            end = end[: -len(prompt)]
+        start = before[len(self._header) :] if before.startswith(self._header) else ""
+        if start.strip() and prompt.rstrip().endswith(start.strip()):
+            return replace(parts, turn_end=_JOINT.split(end)[0])
         if parts.thought_end and parts.thought_end in start:
             start = start[start.rindex(parts.thought_end) + len(parts.thought_end) :]
-        opened = parts.thought_start
-        if opened and opened in start:
-            start = ""
         if not start.strip():
-            return parts
-        pieces = _JOINT.split(parts.turn_end, maxsplit=1)
-        end, rest = pieces if len(pieces) == 2 else (parts.turn_end, "")
-        return replace(parts, content_start=start, content_end=end, turn_end=rest)
+            return replace(parts, turn_end=end)
+        content_end, *rest = _JOINT.split(end, maxsplit=1)
+        return replace(parts, content_start=start, content_end=content_end, turn_end="".join(rest))
 
     # -- calls -------------------------------------------------------------------------------------
 
     def _with_calls(self, parts: TurnParts) -> TurnParts:
-        bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair", "no content")}
-        single = bodies["one"] or bodies["no content"]
+        bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair")}
+        single = bodies["one"]
         if single is None:
             why = self._seen.faults.get("one")
             self._reasons.append(
@@ -637,13 +616,12 @@ def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | N
 
 def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
     """Return how the arguments of the probe are written in a text."""
-    for values in (Values(), Values(item=",", pair=":")):
-        written = values.write({_KEY: _VALUE})
-        written = json.dumps(written) if as_text else written
-        if written in text:
-            return written, values
-    loose = re.search(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}', text)
-    return (loose[0], Values()) if loose else None
+    quote, outer = (r"\\\"", '"') if as_text else ('"', "")
+    pattern = rf"{outer}\{{\s*{quote}{_KEY}{quote}(\s*:\s*){quote}{_VALUE}{quote}\s*\}}{outer}"
+    match = re.search(pattern, text)
+    if match is None:
+        return None
+    return match[0], Values(item=",", pair=":") if match[1] == ":" else Values()
 
 
 def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
@@ -801,14 +779,8 @@ def _tags_of(bodies: Mapping[str, str | None], single: str) -> tuple[ArgumentTag
     values = _values_of(texts, between)
     arounds = {kind: _around(body, values.write(_OTHERS[kind])) for kind, body in texts.items()}
     others = {"number": text, **{kind: around for kind, around in arounds.items() if around}}
-    lines = bodies.get("lines") or ""
-    wrapped = re.search(
-        rf"{re.escape(between)}(\S*?){re.escape(_LINES)}(\S*?){re.escape(after)}", lines
-    )
-    wrap = (wrapped[1], wrapped[2]) if wrapped and wrapped[1] and wrapped[2] else ("", "")
-    if not is_raw:
-        return ArgumentTags(None, others, separator, values, start, end), inner
-    return ArgumentTags(text, others, separator, values, start, end, wrap), inner
+    tags = ArgumentTags(text if is_raw else None, others, separator, values, start, end)
+    return tags, inner
 
 
 def _around(whole: str, written: str) -> Around | None:
@@ -857,13 +829,10 @@ def _common(texts: Sequence[str]) -> str:
     return first[: n_common(first, last)]
 
 
-def _whole_tags(text: str, *, brackets: bool = False) -> str:
+def _whole_tags(text: str) -> str:
     """Return a text without a tag that is cut at its end."""
-    for opening, closing in ("<>", "[]") if brackets else ("<>",):
-        at = text.rfind(opening)
-        if at >= 0 and text.find(closing, at) < 0:
-            text = text[:at]
-    return text
+    at = text.rfind("<")
+    return text[:at] if at >= 0 and text.find(">", at) < 0 else text
 
 
 def _last_tag(text: str) -> str:

@@ -113,16 +113,16 @@ _library, description = _load()
 available = _library is not None
 
 
-def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, float]]:
-    """Measure rows of logits, float32 (n_rows, n_vocab) at ``address``.
+def measure(address: int, n_vocab: int) -> tuple[int, float, float]:
+    """Measure a row of logits, float32 (n_vocab,) at ``address``.
 
     Returns:
-        (best token, log-sum-exp, entropy in nats) of each row. The best token is -1 and the numbers are
-        NaN if the row contains NaN or has no finite maximum.
+        (best token, log-sum-exp, entropy in nats). The best token is -1 and the numbers are NaN if the
+        row contains NaN or has no finite maximum.
     """
-    rows = (RowMeasure * n_rows)()
-    _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
-    return [(row.best, row.logsumexp, row.entropy) for row in rows]
+    row = RowMeasure()
+    _library.lb_measure(address, 1, n_vocab, ctypes.addressof(row))
+    return row.best, row.logsumexp, row.entropy
 
 
 def softmax(logits: Logits) -> Logits:

@@ -6,8 +6,6 @@ from threading import get_ident
 
 from .handle import forkable_lock
 
-__all__ = ["Stops"]
-
 
 class Stops:
     """Sets the flag that llama.cpp reads while it decodes.

@@ -22,7 +22,7 @@ from ..errors import (
     UsageError,
 )
 from ..generation.output import Produced
-from ..native import is_held
+from ..native.handle import is_held
 from ..native.interrupts import HeldInterrupts
 from ..request.request import EngineStats, Event, Request
 from ..sampling import SamplingParams

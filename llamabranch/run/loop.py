@@ -40,7 +40,7 @@ from ..generation.drafter import (
 )
 from ..generation.output import Produced
 from ..generation.text import Text
-from ..native import forkable_lock
+from ..native.handle import forkable_lock
 from .running import PLAIN, RunningText
 
 __all__ = ["Loop", "Reader", "Step"]
@@ -331,7 +331,7 @@ class Loop:
         batch, texts = self._pack(running, readers)
         start = perf_counter()
         with around():
-            rows = batch.decode(ctx.decoder)
+            rows = ctx.decoder.decode(batch)
         step.verify_s = verify_s = perf_counter() - start
         step.n_tokens = sum(map(len, texts))
         with lent(chain.from_iterable(rows)):  # a user's function may decode before all are read
@@ -375,9 +375,9 @@ class Loop:
         ]
         for member, tokens in zip(running, texts, strict=True):
             batch.add(member.text.seq_id, tokens, "all")
-        room = ctx.n_outputs_max - len(batch.entries) - len(readers)
+        room = ctx.n_outputs_max - len(batch) - len(readers)
         for reader in readers:
-            left, wants_rows = ctx.n_batch - len(batch.entries), reader.wants_rows
+            left, wants_rows = ctx.n_batch - len(batch), reader.wants_rows
             if wants_rows:
                 left = min(left, 1 + max(0, room))
             unread = reader.unread()

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from ..arguments import instance, shown
 from ..errors import ConfigError, GrammarError
 from ..model import Model, TokenIds, token_list
-from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
+from ..native import core
+from ..native.sampler import CandidateBuffer, SamplerHandle, softmax_agrees
 from .constraint import ConstraintState
 from .distribution import Distribution, candidates, falling
 from .grammar import Grammar

@@ -164,7 +164,7 @@ class _Sequences:
                 text.settle()
                 batch.add(text.seq_id, [beam.token])
             before = ctx.decoder.n_decodes
-            rows = batch.decode(ctx.decoder)
+            rows = ctx.decoder.decode(batch)
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
             self._stats.decodes += ctx.decoder.n_decodes - before

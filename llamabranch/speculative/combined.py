@@ -27,8 +27,6 @@ from ..sampling.grammar.guidance import Matcher
 from .copying import SuffixDrafter
 from .head import MTPDrafter
 
-__all__ = ["ChainDrafter", "DrafterChoice", "FunctionDrafter", "GrammarDrafter", "auto_drafter"]
-
 DrafterChoice = Drafter | Literal["auto"] | None
 DraftFunction = Callable[[list[int], int], Sequence[int]]
 

@@ -28,8 +28,6 @@ from ..generation.drafter import Draft, Drafter, DraftLength, DraftState
 from ..generation.text import Text
 from ..model import Model
 
-__all__ = ["Match", "SuffixDrafter", "doubling", "longest_match", "packed"]
-
 _WIDTH = array("i").itemsize  # bytes of a token
 _MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in tokens
 

@@ -27,8 +27,6 @@ from ..model import Model
 from ..sampling import Sampler, SamplingParams
 from .model import RunDrafter, RunState
 
-__all__ = ["EagleDrafter", "HeadState", "MTPDrafter"]
-
 States = npt.NDArray[np.float32]
 
 _MOST_ROWS = 64  # the most tokens of one decode that computes all their logits; more are split
@@ -277,7 +275,7 @@ class HeadDrafter(RunDrafter[HeadState]):
             early = Batch()
             for seq_id, new in zip(seqs, unread, strict=True):
                 early.add(seq_id, new[:-1], "none")
-            early.decode(decoder, states=np.delete(inputs, lasts, axis=0))
+            decoder.decode(early, np.delete(inputs, lasts, axis=0))
             inputs, unread = inputs[lasts], [new[-1:] for new in unread]
             lasts = np.arange(len(states))
         # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the first
@@ -285,7 +283,7 @@ class HeadDrafter(RunDrafter[HeadState]):
         batch = Batch()
         for seq_id, new in zip(seqs, unread, strict=True):
             batch.add(seq_id, new, "all")
-        rows = batch.decode(decoder, states=inputs)
+        rows = decoder.decode(batch, inputs)
         hidden = decoder.output_states(len(inputs))
         return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]
 
@@ -425,12 +423,10 @@ class MTPDrafter(HeadDrafter):
         if not self.ctx.model.shares_memory:
             return super().decode(states)
         decoder = self.ctx.decoder
-        batch = Batch()
+        batch = Batch({state.target.seq_id: len(state.text) - 1 for state in states})
         for state in states:
-            batch.add(state.target.seq_id, state.unread[-1:], position=len(state.text) - 1)
-        rows = batch.decode(
-            decoder, states=np.concatenate([state.inputs()[-1:] for state in states])
-        )
+            batch.add(state.target.seq_id, state.unread[-1:])
+        rows = decoder.decode(batch, np.concatenate([state.inputs()[-1:] for state in states]))
         hidden = decoder.output_states(len(states))
         for state, (row,), its in zip(states, rows, hidden, strict=True):
             state.note_read(row, its)

@@ -31,8 +31,6 @@ from ..model import Model
 from ..sampling import Sampler, SamplingParams
 from ..sampling.noise import DRAFT
 
-__all__ = ["ModelDrafter", "RunDrafter", "RunState"]
-
 S = TypeVar("S", bound="RunState")
 
 
@@ -267,7 +265,8 @@ class ModelState(RunState):
 
     def fork_ahead(self) -> None:
         """Read the text, and draft on a fork, which ``observe`` frees."""
-        self.own.decode_unscored(self.text[self.own.position :])
+        at = self.own.position
+        self.own.decode_unscored(self.text[at:], self.n_prompt - at)
         if not self.own.ctx.n_seq_free:  # a fork would run the garbage collector in every round
             raise SequencesExhaustedError("no sequence is left to draft on")
         self.tip = _forked(self.own)
@@ -347,45 +346,33 @@ class ModelDrafter(RunDrafter[ModelState]):
         return params.replace(logit_bias=bias | dict.fromkeys(range(theirs, ours), -math.inf))
 
     def begin(self, states: Sequence[ModelState]) -> None:
-        """Read the parts of the prompts that have not been read."""
-        prompts: list[tuple[Text, Sequence[int]]] = []
+        """Note which tokens have not been read. A memory that cannot be cut reads them now."""
         for state in states:
             text, own = state.text, state.own
             if not own.position:
                 own.take_cached(text[:-1], state.n_prompt)
             state.draft.n_read = len(text) - own.position
-            if own.position < state.n_prompt:
-                prompts.append((own, text[own.position : state.n_prompt]))
-        if prompts:
-            for own, tokens in prompts:
-                own.check_read(tokens)  # in a fork, this prompt may follow generated text
-            for (own, tokens), row in zip(prompts, self._decode(prompts), strict=True):
-                own.append_prompt(tokens, row)
-        for state in states:
+            self.ctx.model.check_tokens(text[own.position : state.n_prompt])
             if not self.ctx.kv_cache.can_draft:
                 state.fork_ahead()
-            state.unread = state.text[state.tip.position :]
+            state.unread = text[state.tip.position :]
 
     def decode(self, states: Sequence[ModelState]) -> None:
         """Decode the ``unread`` tokens of all states together."""
         if len(states) == 1:
-            states[0].tip.decode_unscored(states[0].unread)
+            (state,) = states
+            state.tip.decode_unscored(state.unread, state.n_prompt - state.tip.position)
         else:
-            work = [(state.tip, state.unread) for state in states]
-            for tip, _ in work:
-                tip.check_usable()
-                tip.settle()
-            for (tip, tokens), row in zip(work, self._decode(work), strict=True):
-                tip.append_unscored(tokens, row)
+            batch = Batch()
+            for state in states:
+                state.tip.check_usable()
+                state.tip.settle()
+                batch.add(state.tip.seq_id, state.unread)
+            for state, rows in zip(states, self.ctx.decoder.decode(batch), strict=True):
+                tip = state.tip
+                tip.append_unscored(state.unread, rows[-1], state.n_prompt - tip.position)
         for state in states:
             state.unread = ()
-
-    def _decode(self, work: Sequence[tuple[Text, Sequence[int]]]) -> list[LogitsRow]:
-        """Decode some tokens of every text, together; return the last logits row of each text."""
-        batch = Batch()
-        for text, tokens in work:
-            batch.add(text.seq_id, tokens)
-        return [rows[-1] for rows in batch.decode(self.ctx.decoder)]
 
 
 def _forked(text: Text) -> Text:

@@ -24,7 +24,8 @@ import llamabranch as lb
 from llamabranch.branch import Snapshot
 from llamabranch.branch.snapshot import HEADER
 from llamabranch.errors import SnapshotError
-from llamabranch.native import ContextHandle, StateLayout
+from llamabranch.native.context import ContextHandle
+from llamabranch.native.state_layout import StateLayout
 
 PROMPT = "Once upon a time there was a little dog who"
 NUMBERS = 'root ::= "[" [0-9]+ ("," [0-9]+)* "]"'

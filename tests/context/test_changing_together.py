@@ -26,8 +26,9 @@ import llamabranch as lb
 from llamabranch import Branch, Context
 from llamabranch.context.memory import Memory
 from llamabranch.errors import SnapshotError
-from llamabranch.native import ContextHandle, max_sequences
+from llamabranch.native.context import ContextHandle
 from llamabranch.native.interrupts import HeldInterrupts
+from llamabranch.native.library import max_sequences
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them")
 

@@ -24,7 +24,7 @@ from rounding import gumbel_noise, rounding
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, SamplingParams
 from llamabranch.errors import UnsupportedError
-from llamabranch.native import ContextHandle
+from llamabranch.native.context import ContextHandle
 
 TYPES = {
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,

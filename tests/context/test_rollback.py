@@ -23,7 +23,7 @@ from llamabranch.context.memory import RollingBack, States
 from llamabranch.context.runner import Batch, decode_run
 from llamabranch.errors import DecodeError
 from llamabranch.generation.verify import RoundTrace
-from llamabranch.native import ContextHandle
+from llamabranch.native.context import ContextHandle
 from llamabranch.speculative import SpeculativeConfig
 
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 5, "n_threads": 1}
@@ -189,7 +189,7 @@ def test_whatever_is_done_logits_are_those_of_the_tokens(ctx: Context, seed: int
                 batch.add(seq_id, new, "all")
                 texts.setdefault(seq_id, []).extend(new)
                 drafts[seq_id] = n_new
-            batch.decode(ctx.decoder)
+            ctx.decoder.decode(batch)
             is_one_length = len({n_new for n_new in drafts.values() if n_new > 1}) < 2
             for seq_id, n_new in drafts.items():
                 n_kept = len(texts[seq_id]) - rng.randint(0, min(4, n_new - 1))

@@ -11,7 +11,7 @@ import pytest
 import llamabranch as lb
 from llamabranch.context import threads
 from llamabranch.context.threads import ThreadWatch
-from llamabranch.native import available_cores
+from llamabranch.native.library import available_cores
 
 IDLE = {1: (1.0, 1.0), 2: (0.55, 1.0)}  # seconds of a decode, and the share of its cores it gets
 BUSY = {1: (1.0, 1.0), 2: (3.4, 0.5)}

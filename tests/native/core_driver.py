@@ -20,7 +20,8 @@ def main() -> None:
             x[rng.integers(n_vocab)] = value
         odd[-1] = -np.inf
         for these in (rows, odd):
-            core.measure(these.ctypes.data, len(these), n_vocab)
+            for x in these:
+                core.measure(x.ctypes.data, n_vocab)
             for settings in SETTINGS.values():
                 settings_of_row = {**DEFAULT, **settings}
                 bias = settings_of_row.pop("logit_bias", {})

@@ -35,7 +35,7 @@ def _reference(x: Row) -> tuple[int, float, float]:
 
 
 def _assert_measured(x: Row) -> None:
-    best, logsumexp, entropy = core.measure(core.address_of(x)[0], 1, len(x))[0]
+    best, logsumexp, entropy = core.measure(core.address_of(x)[0], len(x))
     expected = _reference(x)
     assert best == expected[0]
     assert logsumexp == pytest.approx(expected[1], rel=1e-12, abs=1e-6)
@@ -71,10 +71,10 @@ def test_row_with_nan_or_inf_is_left_to_numpy(n_vocab: int, bad: list[float]) ->
     for _ in range(20):
         x = row(rng, n_vocab, "half masked")
         x[rng.integers(n_vocab, size=len(bad))] = bad
-        best, logsumexp, entropy = core.measure(x.ctypes.data, 1, n_vocab)[0]
+        best, logsumexp, entropy = core.measure(x.ctypes.data, n_vocab)
         assert (best, math.isnan(logsumexp), math.isnan(entropy)) == (-1, True, True)
     x[:] = -math.inf  # no token can be drawn
-    assert core.measure(x.ctypes.data, 1, n_vocab)[0][0] == -1
+    assert core.measure(x.ctypes.data, n_vocab)[0] == -1
 
 
 def test_system_info_says_which_code_runs_and_a_variable_turns_it_off() -> None:

@@ -178,7 +178,7 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
             part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
             batch = Batch()
             batch.add(seq_id, part, "all")
-            (rows,) = batch.decode(ours.decoder, states=states[-len(part) :])
+            (rows,) = ours.decoder.decode(batch, states[-len(part) :])
             wanted = unrolled[step][0, -len(part) :].numpy()
             assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
             states = ours.decoder.output_states(len(part))

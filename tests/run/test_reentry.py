@@ -8,15 +8,18 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
-from llamabranch.errors import BranchStateError, CacheFullError, UsageError
+from llamabranch.errors import BranchStateError, CacheFullError, ClosedError, UsageError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
 GUESTS = ["A little mouse", "In the dark wood", "Come here", "My dear", "Who is it"]
@@ -290,6 +293,37 @@ def test_a_function_may_close_the_context(target: lb.Model) -> None:
         assert engine.close() == []
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+def test_an_engine_whose_context_is_closed_generates_no_more(kind: str, tmp_path: Path) -> None:
+    """Its prompt is in the prefix cache, which is asked first."""
+    path = toys.write_toy(tmp_path / "toy.gguf", kind, vocab="bytes", window=16)
+    with lb.Model(path) as model, opened(model, exact=False, prefix_cache=True) as ctx:
+        engine = Engine(ctx, None, max_tokens=4)
+        engine.generate([Request([5] * 40)])
+        engine.add_request(Request([5] * 40))
+        ctx.close()
+        for _ in range(3):
+            with suppress(lb.LlamaBranchError):
+                assert all(event.result is None or event.result.error for event in engine.step())
+        assert engine.close() == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "qwen35"])
+def test_a_context_that_another_thread_closes_meanwhile(kind: str, tmp_path: Path) -> None:
+    """A call that has found it open changes nothing, or raises ClosedError."""
+    path, tokens = toys.write_toy(tmp_path / "toy.gguf", kind, vocab="bytes"), [5] * 40
+    with lb.Model(path) as model, opened(model, exact=False, prefix_cache=True) as ctx:
+        Engine(ctx, None, max_tokens=4).generate([Request(tokens)])
+        branch, other = Branch.start(ctx, tokens), Branch.create(ctx)
+        handle = ctx.decoder.handle
+        ctx.close()
+        with suppress(ClosedError):
+            assert other.sequence.take_cached(tokens) == len(tokens)
+        for change in (handle.clear, lambda: handle.copy(0, 1, 0, -1), branch.prune, other.prune):
+            change()
+        assert handle.remove(0, 0, -1) and handle.position_range(0) == (-1, -1)
+
+
 # -- what such a function may do -------------------------------------------------------------------------
 
 
@@ -436,7 +470,7 @@ def test_ten_thousand_requests_wait(target: lb.Model) -> None:
 
 
 def test_a_prompt_that_never_fits_keeps_nobody_waiting(target: lb.Model) -> None:
-    tokens = [5] * 257
+    tokens: Any = [5] * 257
     with opened(target, n_ctx=256, n_seq_max=4) as ctx, opened(target) as clean:
         engine = Engine(ctx, None, wait_s=math.inf)
         sampling = SamplingParams(temperature=0.8, seed=1)

@@ -15,7 +15,8 @@ import llamabranch as lb
 from llamabranch import Distribution, SamplingParams
 from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import ConfigError
-from llamabranch.native import core, softmax_agrees
+from llamabranch.native import core
+from llamabranch.native.sampler import softmax_agrees
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 

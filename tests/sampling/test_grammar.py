@@ -22,7 +22,7 @@ from test_json_schema import accepts
 import llamabranch as lb
 from llamabranch import Grammar, SamplingParams
 from llamabranch.errors import GrammarError
-from llamabranch.native import CandidateBuffer, SamplerHandle
+from llamabranch.native.sampler import CandidateBuffer, SamplerHandle
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.grammar.gbnf import Gbnf
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import GrammarError
-from ...native import forkable_lock
+from ...native.handle import forkable_lock
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -19,6 +19,7 @@ from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
+from llamabranch.context.runner import Batch
 from llamabranch.errors import BranchStateError, CacheFullError, ClosedError, UsageError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
@@ -202,9 +203,11 @@ def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context
 
 def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
     """A row that nobody has counted is empty after the next decode; it is not another text's."""
-    first = ctx.decoder.decode([(5, -1, 0, True)])
-    ctx.decoder.decode([(6, -1, 1, True)])
-    assert not first[0].is_valid
+    batches = Batch(), Batch()
+    for seq_id, batch in enumerate(batches):
+        batch.add(seq_id, [5])
+    ((first,),), _ = map(ctx.decoder.decode, batches)
+    assert not first.is_valid
 
 
 # -- what such a function cannot do --------------------------------------------------------------------

@@ -9,8 +9,7 @@ is turned around each time; ratios are taken within a turn.
 
 - *default*, *plain*, *exact*: a context on its defaults, with ``flash_attention=False``, and exact
 - *bare ...*: a loop of ``llama_decode`` that keeps nothing, for each K/V type, with flash attention and
-  without, in pieces of 512 and of 128 tokens. The best of them, for each figure, is what others are
-  compared with.
+  without. The best of them, for each figure, is what others are compared with.
 
 A model and a length take one to five minutes.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,7 +30,7 @@ from llamabranch.context.params import ContextOptions
 
 from .report import Settings, emit, parser, pm, table, title
 from .servers import has_amx
-from .timing import Spread
+from .timing import PAUSE_S, Spread
 
 READ, ONE, FORKS, SEPARATE = "read", "one text", "eight forks", "eight texts"
 FIGURES = (READ, ONE, FORKS, SEPARATE)
@@ -47,17 +46,14 @@ class Bare(NamedTuple):
 
     kv_type: str
     flash: bool
-    n_ubatch: int
 
     @property
     def name(self) -> str:
         """What tables call it."""
-        return f"bare {self.kv_type}, {'flash' if self.flash else 'plain'}, {self.n_ubatch}"
+        return f"bare {self.kv_type}, {'flash' if self.flash else 'plain'}"
 
 
-BARE = (
-    Bare("f16", True, 512), Bare("f16", False, 512), Bare("f16", False, 128), Bare("bf16", False, 128),
-)  # fmt: skip
+BARE = tuple(Bare(kv_type, flash) for kv_type in ("f16", "bf16") for flash in (True, False))
 _KV = {"f16": 1, "bf16": 30}  # ggml_type
 
 _OPTIONS: dict[str, ContextOptions] = {
@@ -126,6 +122,7 @@ def _interleaved(
 
     def turn(figure: str, measure: Callable[[Contestant], float]) -> None:
         for name in order:
+            sleep(PAUSE_S)
             runs[name][figure].append(measure(contestants[name]))
         order.reverse()
 
@@ -226,7 +223,7 @@ class _BareLoop:
 
     def __init__(self, weights: Any, setting: Bare, n_ctx: int, threads: int) -> None:
         params = C.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _BATCH, setting.n_ubatch
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _BATCH, _BATCH
         params.n_seq_max, params.kv_unified = _N + 1, True
         params.type_k = params.type_v = _KV[setting.kv_type]
         params.flash_attn_type = int(setting.flash)

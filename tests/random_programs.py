@@ -285,7 +285,7 @@ class User:
             search.vote(self.random.choice(self.branches), lambda text: text[:1], 2, 2, seed=3)
         elif kind == 10 and is_own and self.ctx.n_seq_free:
             self.chat.send("Again").finish()
-        elif kind in (7, 11) and self.may_raise and self.random.random() < 0.2:
+        elif kind in (7, 11) and self.may_raise and self.random.random() < 0.5:
             self.raise_something(is_own=is_own)
 
     def raise_something(self, *, is_own: bool) -> None:
@@ -386,7 +386,8 @@ class User:
             self.tally["scores"] += len(scores)
             found = [score.logprob for score in scores if score is not None]
             assert len(found) == len(request.prompt) - 1
-            self.compare(found, request.prompt[:1], request.prompt[1:])
+            if found:
+                self.compare(found, request.prompt[:1], request.prompt[1:])
 
     def check_report(self, report: Report, task: str) -> None:
         """Compare an agent's conversation."""

@@ -508,8 +508,7 @@ class Windowed(Memory):
         After a restore some are missing: a saved state has only the cells of the window at its end.
         """
         first = max(0, self.cells.first_position(seq_id), n - self._window + 1)
-        handle = self.handle
-        return not n or handle.closed or handle.position_range(seq_id)[0] <= first
+        return not n or self.handle.position_range(seq_id)[0] <= first
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)

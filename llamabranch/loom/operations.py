@@ -210,12 +210,9 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     await loom.request(Node(record, node), do.max_tokens)
     records = loom.plain(record.id, [do.token], "k")
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
-        top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
-        for numbers in ((p, rank) for (token, p), rank in top if token == do.token):
-            tokens = records[-1]
-            if isinstance(tokens, Tokens):
-                tokens.lp, tokens.rk = [numbers[0]], [numbers[1]]
-                tokens.h, tokens.top = [owner.h[i]], [owner.top[i]]
+        for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
+            if token == do.token and isinstance(taken := records[-1], Tokens):
+                taken.lp, taken.rk, taken.h, taken.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
     (new,) = loom.make([record, *records], do.cid)
     if new.lp[0] is None:
         loom.start_scoring(new)

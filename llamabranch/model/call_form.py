@@ -80,12 +80,6 @@ class Known:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         return properties if isinstance(properties, Mapping) else None
 
-    def is_text(self, name: str, key: str) -> bool | None:
-        """Return whether an argument is a string; None if its schema does not say."""
-        return is_text_schema(
-            (self.properties(name) or {}).get(key), (self.schemas or {}).get(name)
-        )
-
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
     """Return True if a schema allows only strings, False if it allows no strings, else None."""
@@ -661,7 +655,8 @@ class ArgumentTags:
             return self.values.read(cursor)
         text = self._raw(cursor, after, rest)
         schema = (known.properties(name) or {}).get(key)
-        if is_text and (not is_other or known.is_text(name, key)):
+        root = (known.schemas or {}).get(name)
+        if is_text and (not is_other or is_text_schema(schema, root)):
             return text
         if self.values.tags:
             return self.values.read_tagged(text, schema)

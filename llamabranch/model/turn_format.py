@@ -37,9 +37,6 @@ _BARE = CallForm(
     object_end=5,
     separator="\n",
 )
-_TAGGED = replace(
-    _BARE, unit=("<tool_call>\n", *_BARE.unit, "\n</tool_call>"), object_at=1, object_end=6
-)
 _PYTHON = CallForm(
     (Slot.NAME, "(", Slot.ARGUMENTS, ")"),
     section_start="[",
@@ -51,6 +48,7 @@ _PYTHON = CallForm(
 _ROLE = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*([<\[][^<>\[\]\s]+[>\]]|\w+)\s*$")
 _OF_CALLS = ("call", "other call", "bare", "section end")
 _FENCE = re.compile(r"```[ \t]*[\w.+-]*\s*")
+_CLOSES = {"fence": "```", "tagged": "</tool_call>"}
 _LOOSE_HEAD = re.compile(r"(?:```[ \t]*[\w.+-]*\s*)?[\[{][\[{\s]*")
 _BARE_KEYS = ("arguments", "parameters")
 
@@ -817,28 +815,22 @@ class TurnReader:
 
     def _loose(self, kind: str, cursor: Cursor) -> bool:
         """Read calls that a model writes in another form than its template's."""
-        start = cursor.at
-        at_line = self._is_first or self._trims or "\n" in self._space
-        if kind == "tagged":
-            if self._form.opening.split()[:1] == ["<tool_call>"] and self._form.kind == "json":
-                return False
-            calls = _TAGGED.read_call(cursor, self._known)
-        elif not at_line and kind != "fence":
-            return False
-        elif kind == "python":
+        start, close = cursor.at, _CLOSES.get(kind, "")
+        if not close and not (self._is_first or self._trims or "\n" in self._space):
+            return False  # not at the beginning of a line
+        if kind == "python":
             calls = self._python(cursor)
-        elif kind == "fence":
-            match = _FENCE.match(self._buffer, start)
-            cursor.at = match.end() if match else start + 3
-            word = self._buffer[start + 3 :]
-            if cursor.at == len(cursor.text) or (not cursor.last and word.strip(" ").isalnum()):
-                raise cursor.need()
+        elif close:
+            opening = _FENCE.match(self._buffer, start)
+            cursor.at = opening.end() if opening else start + len(self._marks[kind])
+            if opening and not cursor.last and self._buffer[start + 3 :].strip(" ").isalnum():
+                raise Incomplete  # the name of a language
             calls = self._objects(cursor, one=False)
             cursor.space()
-            if cursor.last and "```".startswith(cursor.text[cursor.at :]):
+            if cursor.last and close.startswith(cursor.text[cursor.at :]):
                 cursor.at = len(cursor.text)
             else:
-                cursor.literal("```")
+                cursor.literal(close)
         else:
             try:
                 calls = self._objects(cursor, one=True)

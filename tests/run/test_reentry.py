@@ -19,7 +19,8 @@ from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
-from llamabranch.errors import BranchStateError, CacheFullError, UsageError
+from llamabranch.context.runner import Batch
+from llamabranch.errors import BranchStateError, CacheFullError, ClosedError, UsageError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
 GUESTS = ["A little mouse", "In the dark wood", "Come here", "My dear", "Who is it"]
@@ -202,9 +203,11 @@ def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context
 
 def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
     """A row that nobody has counted is empty after the next decode; it is not another text's."""
-    first = ctx.decoder.decode([(5, -1, 0, True)])
-    ctx.decoder.decode([(6, -1, 1, True)])
-    assert not first[0].is_valid
+    batches = Batch(), Batch()
+    for seq_id, batch in enumerate(batches):
+        batch.add(seq_id, [5])
+    ((first,),), _ = map(ctx.decoder.decode, batches)
+    assert not first.is_valid
 
 
 # -- what such a function cannot do --------------------------------------------------------------------
@@ -306,6 +309,22 @@ def test_an_engine_whose_context_is_closed_generates_no_more(kind: str, tmp_path
             with suppress(lb.LlamaBranchError):
                 assert all(event.result is None or event.result.error for event in engine.step())
         assert engine.close() == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "qwen35"])
+def test_a_context_that_another_thread_closes_meanwhile(kind: str, tmp_path: Path) -> None:
+    """A call that has found it open changes nothing, or raises ClosedError."""
+    path, tokens = toys.write_toy(tmp_path / "toy.gguf", kind, vocab="bytes"), [5] * 40
+    with lb.Model(path) as model, opened(model, exact=False, prefix_cache=True) as ctx:
+        Engine(ctx, None, max_tokens=4).generate([Request(tokens)])
+        branch, other = Branch.start(ctx, tokens), Branch.create(ctx)
+        handle = ctx.decoder.handle
+        ctx.close()
+        with suppress(ClosedError):
+            assert other.sequence.take_cached(tokens) == len(tokens)
+        for change in (handle.clear, lambda: handle.copy(0, 1, 0, -1), branch.prune, other.prune):
+            change()
+        assert handle.remove(0, 0, -1) and handle.position_range(0) == (-1, -1)
 
 
 # -- what such a function may do -------------------------------------------------------------------------

@@ -174,7 +174,6 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     Raises:
         UnsupportedError: the template is not valid Jinja, or took too much time or memory.
     """
-    seen = _Renderings(template)
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
@@ -189,15 +188,15 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    seen.add(probes | _with_tools(_answers(as_text=False), tools))
-    for _ in range(4):  # it may need variables that other templates do not have
+    probes |= _with_tools(_answers(as_text=False), tools)
+    for _ in range(5):
+        seen = _Renderings(template)
+        seen.add(probes)
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
             break
-        value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
-        template = template.with_variables({lacks[1]: str(value)})
-        seen = _Renderings(template)
-        seen.add(probes | _with_tools(_answers(as_text=False), tools))
+        # It needs a variable that other templates do not have.
+        template = template.with_variables({lacks[1]: ""})
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
     as_text = _needs_text(seen, tools)
@@ -360,7 +359,7 @@ class _Finder:
             opening, rest = tail[len(header) : at], tail[at + len(_THOUGHT) :]
             until = [i for word in (_CONTENT, _NAME, _IDS[0]) if (i := rest.find(word)) >= 0]
             rest = rest[: min(until)] if until else rest
-            closing = _JOINT.split(rest.rstrip() if until else rest, maxsplit=1)[0]
+            closing = _JOINT.split(rest, maxsplit=1)[0]
             if not opening.strip():
                 opening = next((r for r in rests.values() if r.strip()), opening)
             if closing.strip():
@@ -597,9 +596,7 @@ def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
             or (isinstance(value, dict) and name in value)
         ):
             before = text[: match.start()].rstrip()
-            in_list = before[-1:] == "[" or (before[-1:] == "," and "[" in before)
-            in_list = in_list and text[end:].lstrip()[:1] in ("]", ",")
-            return match.start(), end, value, in_list
+            return match.start(), end, value, before[-1:] == "["
     return None
 
 

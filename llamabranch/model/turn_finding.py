@@ -119,8 +119,8 @@ _SINGLE: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
-    """Return the messages of answers with calls, by purpose."""
+def _answers(as_text: bool, tools: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """Return the template's variables for answers with calls, by purpose."""
 
     def called(*calls: tuple[str, object], **more: object) -> list[dict[str, object]]:
         written = [
@@ -132,7 +132,10 @@ def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
     answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
     answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
-    return answers
+    answers["long"] = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
+    result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
+    answers["tool"] = [*answers["one"], result]
+    return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
 
 
 class _Renderings:
@@ -145,20 +148,16 @@ class _Renderings:
         self.names: list[str] = []
 
     def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
-        """Render these variables and keep the results."""
+        """Render these variables and keep the results, in place of earlier ones."""
         names, replies = self.template.render_many(list(probes.values()))
         self.names = names
         for key, reply in zip(probes, replies, strict=True):
+            self.texts.pop(key, None)
+            self.faults.pop(key, None)
             if "text" in reply:
                 self.texts[key] = reply["text"]
             else:
                 self.faults[key] = next(iter(reply.values()), "it failed")
-
-    def replace(self, other: _Renderings) -> None:
-        """Use the renderings of another object instead of its own."""
-        keys = {*other.texts, *other.faults}
-        self.texts = {k: t for k, t in self.texts.items() if k not in keys} | other.texts
-        self.faults = {k: f for k, f in self.faults.items() if k not in keys} | other.faults
 
     def tail(self, key: str) -> str | None:
         """Return the text of a rendering after the user's message."""
@@ -188,7 +187,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    probes |= _with_tools(_answers(as_text=False), tools)
+    probes |= _answers(False, tools)
     for _ in range(5):
         seen = _Renderings(template)
         seen.add(probes)
@@ -200,7 +199,6 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
     as_text = _needs_text(seen, tools)
-    answers = _answers(as_text)
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
         f"{name} {state}": {**prompt, name: state} for name in switches for state in (True, False)
@@ -215,18 +213,8 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         content = f"{_THOUGHT}{literal}{_CONTENT}"
         earlier = {**answer, "content": content}
         more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
-    result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
-    more["result"] = {**prompt, **tools, "messages": [*answers["one"], result]}
-    long = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
-    more["long"] = {"messages": long, **tools}
     seen.add(more)
     return _Finder(seen, switches, as_text=as_text).found()
-
-
-def _with_tools(
-    answers: Mapping[str, object], tools: Mapping[str, object]
-) -> dict[str, Mapping[str, object]]:
-    return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
 
 
 def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
@@ -242,12 +230,12 @@ def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
     is_python = "{'" in (single or "")  # Python's text of a dict
     if is_called(single) and not is_python:
         return False
-    as_texts = _Renderings(seen.template)
-    as_texts.add(_with_tools(_answers(as_text=True), tools))
-    text = as_texts.tail("one")
+    before = seen.texts.copy(), seen.faults.copy()
+    seen.add(_answers(True, tools))
+    text = seen.tail("one")
     if text is None or ("{'" in text if is_called(single) else not is_called(text)):
+        seen.texts, seen.faults = before
         return False
-    seen.replace(as_texts)
     return True
 
 
@@ -272,17 +260,11 @@ class _Finder:
         parts = self._with_thoughts(TurnParts(header=self._header))
         parts = self._with_content(parts)
         parts = self._with_calls(parts)
-        roles = {
-            role
-            for role, needle in (("system", "Syz zrole"), ("developer", "Dez zrole"))
-            if needle in seen.texts.get(role, "")
-        }
-        if "Rez zresult" in seen.texts.get("result", ""):
-            roles.add("tool")
-        with_tools = seen.texts.get("tools prompt", "")
+        needles = {"system": "Syz zrole", "developer": "Dez zrole", "tool": "Rez zresult"}
+        roles = (role for role, text in needles.items() if text in seen.texts.get(role, ""))
         return replace(
             parts,
-            takes_tools=_NAME in with_tools,
+            takes_tools=_NAME in seen.texts.get("tools prompt", ""),
             arguments_as_text=self._as_text,
             takes_thoughts=self._takes_thoughts(parts),
             short_ids="long" in seen.faults and "one" in seen.texts,
@@ -304,19 +286,21 @@ class _Finder:
         """Return the common beginning of all turns, after the user's text."""
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
         keys += ["one", "thought", "thoughtful True"]
-        tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
-        if not tails:
-            return ""
-        header = _common(tails)
+        header = self._common(keys)
         if not header.strip():  # a switch may write into the user's message
-            tails = [t for key in keys[:4] if (t := self._seen.tail(key)) is not None]
-            header = _common(tails)
+            header = self._common(keys[:4])
         header = _whole_tags(header)
         rests = self._after(header).values()
         if any(rest[:1].isalnum() for rest in rests) and len(set(rests)) > 1:
             joints = [match.end() for match in _JOINT.finditer(header)]
             header = header[: joints[-1]] if joints else header
         return header
+
+    def _common(self, keys: Sequence[str]) -> str:
+        """Return the common beginning of what renderings have after the user's message."""
+        tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None] or [""]
+        first, last = min(tails), max(tails)
+        return first[: n_common(first, last)]
 
     def _after(self, header: str) -> dict[str, str]:
         """Return what generation prompts have after the header, by purpose."""
@@ -343,38 +327,29 @@ class _Finder:
     def _with_thoughts(self, parts: TurnParts) -> TurnParts:
         seen, header = self._seen, self._header
         rests = self._after(header)
-        start = end = None
+        tags: tuple[str, str] | None = None
         opening = closing = ""
         keys = ["thoughtful", "thoughtful True", "thought"]
         keys += [f"blocks {i}" for i in range(len(_BLOCKS))]
         for key in keys:
             tail = seen.tail(key)
-            if tail is None or _THOUGHT not in tail:
+            if tail is None or _THOUGHT not in tail or not tail.startswith(header):
                 continue
             if key.startswith("blocks") and re.search(rf"['\"]\s*:\s*['\"]{_THOUGHT}", tail):
                 continue  # the template writes a block of an unknown kind as Python text
-            at = tail.index(_THOUGHT)
-            if not tail.startswith(header):
-                continue
-            opening, rest = tail[len(header) : at], tail[at + len(_THOUGHT) :]
-            until = [i for word in (_CONTENT, _NAME, _IDS[0]) if (i := rest.find(word)) >= 0]
-            rest = rest[: min(until)] if until else rest
-            closing = _JOINT.split(rest, maxsplit=1)[0]
+            opening, _, rest = tail[len(header) :].partition(_THOUGHT)
+            rest = re.split(f"{_CONTENT}|{_NAME}|{_IDS[0]}", rest, maxsplit=1)[0]
+            joint = _JOINT.search(rest)
+            closing = rest[: joint.end()] if joint else rest
             if not opening.strip():
                 opening = next((r for r in rests.values() if r.strip()), opening)
             if closing.strip():
-                start, end = opening.strip(), closing.strip()
-                joint = _JOINT.search(rest)
-                closing = rest[: joint.end()] if joint else rest
+                tags = opening.strip(), closing.strip()
                 break
-        if end is None:
-            start, end = self._from_prompts(rests)
-        if end is None:
-            start, end = self._from_content(rests)
-        if end is None:
-            start, end = self._from_words()
-        if end is None or start is None:
+        tags = tags or self._from_prompts(rests) or self._from_content(rests) or self._from_words()
+        if tags is None:
             return parts
+        start, end = tags
         last = _last_tag(header)
         if last and last != end and _words(last) == _words(end) != set() and "/" not in last:
             # All renderings begin a thought, so its tag is not part of the header.
@@ -398,16 +373,16 @@ class _Finder:
             thought_close=closing or end,
         )  # fmt: skip
 
-    def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
+    def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the tags from two generation prompts: one ends inside a thought, the other after it."""
         texts = sorted({rest.strip() for rest in rests.values()} - {""}, key=len)
         for text in texts:
             pieces = [piece.strip() for piece in _JOINT.split(text)]
             if len(pieces) == 2 and _words(pieces[0]) == _words(pieces[1]) != set():
                 return pieces[0], pieces[1]
-        return None, None
+        return None
 
-    def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
+    def _from_content(self, rests: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the tags of a thought that the template removes from an answer's content."""
         for i, end in enumerate(_closers(self._seen.template)):
             text = self._seen.texts.get(f"split {i}", "")
@@ -419,16 +394,16 @@ class _Finder:
                 return start, f"</{start[1:]}"
         if any("/" in rest for rest in rests.values()):
             self._reasons.append("the generation prompt closes a thought that nothing opens")
-        return None, None
+        return None
 
-    def _from_words(self) -> tuple[str | None, str | None]:
+    def _from_words(self) -> tuple[str, str] | None:
         """Return the tags that the system message names when thoughts are switched on."""
         on, off = (self._seen.texts.get(f"prompt {state}", "") for state in (True, False))
         n = n_common(on, off)
         match = re.search(r"(<[\w:|]+>)\s*(</[\w:|]+>)", on[n:])
         if match and "</" not in off[n : n + 200] and _words(match[1]) == _words(match[2]):
             return match[1], match[2]
-        return None, None
+        return None
 
     # -- content -----------------------------------------------------------------------------------
 
@@ -454,20 +429,18 @@ class _Finder:
 
     def _with_calls(self, parts: TurnParts) -> TurnParts:
         bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair")}
-        single = bodies["one"]
-        if single is None:
+        if bodies["one"] is None:
             why = self._seen.faults.get("one")
             self._reasons.append(
                 f"the template refuses calls: {why}" if why else "the template writes no calls"
             )
             return parts
         lead = ""
-        if single.startswith(_NAME):
+        if bodies["one"].startswith(_NAME):
             lead = re.split(r"\s", self._header)[-1]
             bodies = {key: body and lead + body for key, body in bodies.items()}
-            single = lead + single
         try:
-            form = _form({**bodies, "one": single})
+            form = _form(bodies)
         except Mismatch:
             self._reasons.append("the form in which the template writes calls is not understood")
             return parts
@@ -818,12 +791,6 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
 
 
 # -- texts -----------------------------------------------------------------------------------------
-
-
-def _common(texts: Sequence[str]) -> str:
-    """Return the common beginning of all texts."""
-    first, last = min(texts), max(texts)
-    return first[: n_common(first, last)]
 
 
 def _whole_tags(text: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..errors import UnsupportedError
 from .call_form import ArgumentTags, Around, CallForm, Mismatch, Part, Slot, Values, json_end
@@ -350,7 +352,8 @@ class _Finder:
         if tags is None:
             return parts
         start, end = tags
-        last = _last_tag(header)
+        tag = re.search(r"[<\[][^<\[\s]*[>\]]$", header.rstrip())
+        last = tag[0] if tag else ""
         if last and last != end and _words(last) == _words(end) != set() and "/" not in last:
             # All renderings begin a thought, so its tag is not part of the header.
             cut = header.rindex(last)
@@ -484,12 +487,9 @@ def _form(bodies: Mapping[str, str | None]) -> CallForm:
     pair = bodies.get("pair")
     if pair is not None and not (_OTHER in pair and pair.count(_VALUE) >= 2):
         pair = None  # the second was left out
-    name_in_id = None
-    if _NAME not in single:  # Only the id is written; such a template expects the name in it.
-        name_in_id = ("functions.", ":")
     form = _json_form(single, pair)
     if form is None:
-        form = _tag_form(single, pair, bodies, name_in_id)
+        form = _tag_form(single, pair, bodies)
         if not form.opening.strip():
             raise Mismatch  # a call cannot be distinguished from text
     is_apart = form.opening.strip() or pair is not None
@@ -526,9 +526,7 @@ def _json_form(single: str, pair: str | None) -> CallForm | None:
     arguments_path = _path_to(value, lambda v: v == {_KEY: _VALUE})
     is_text = arguments_path is None
     if is_text:
-        arguments_path = _path_to(
-            value, lambda v: isinstance(v, str) and _json_of(v) == {_KEY: _VALUE}
-        )
+        arguments_path = _path_to(value, lambda v: isinstance(v, str) and _KEY in v)
     written = _arguments_in(single[start:end], as_text=is_text)
     if arguments_path is None or written is None:
         return None
@@ -547,40 +545,22 @@ def _json_form(single: str, pair: str | None) -> CallForm | None:
     )  # fmt: skip
 
 
-def _json_of(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
     """Return the outermost JSON object with a call of ``name``: place, value, whether in a list."""
-    at_name = text.find(name)
-    if at_name < 0:
-        return None
-    for match in re.finditer(r"\{", text[:at_name]):
-        try:
+    for match in re.finditer(r"\{", text):
+        with suppress(Mismatch):
             value, end = json_end(text, match.start(), last=True)
-        except Mismatch:
-            continue
-        if end > at_name and (
-            _path_to(value, lambda v: v == name) is not None
-            or (isinstance(value, dict) and name in value)
-        ):
-            before = text[: match.start()].rstrip()
-            return match.start(), end, value, before[-1:] == "["
+            if name in text[match.start() : end]:
+                return match.start(), end, value, text[: match.start()].rstrip()[-1:] == "["
     return None
 
 
-def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | None:
-    if depth and fits(value):  # type: ignore[operator]
-        return ()
-    if isinstance(value, Mapping) and depth < 4:
-        for key, inner in value.items():
-            path = _path_to(inner, fits, depth + 1)
-            if path is not None:
-                return (key, *path)
+def _path_to(value: object, fits: Callable[[object], bool]) -> tuple[str, ...] | None:
+    """Return the keys that lead to the first value in an object that fits; None without one."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        path = () if fits(inner) else _path_to(inner, fits)
+        if path is not None:
+            return (key, *path)
     return None
 
 
@@ -640,7 +620,7 @@ def _surrounded(
         parts, first_index = _numbered(parts, others)
     elif in_list:
         section_start, call_start, call_end, section_end = head, "", "", tail
-    unit = (*([call_start] if call_start else []), *parts, *([call_end] if call_end else []))
+    unit = tuple(filter(None, (call_start, *parts, call_end)))
     at = 0 if in_list is None or not call_start else 1
     return CallForm(
         unit, object_at=at, object_end=0 if in_list is None else at + len(parts),
@@ -688,12 +668,7 @@ def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str,
 # -- a tag with the name, then arguments -----------------------------------------------------------
 
 
-def _tag_form(
-    single: str,
-    pair: str | None,
-    bodies: Mapping[str, str | None],
-    name_in_id: tuple[str, str] | None,
-) -> CallForm:
+def _tag_form(single: str, pair: str | None, bodies: Mapping[str, str | None]) -> CallForm:
     written = _arguments_in(single, as_text=False)
     tags, values = None, Values()
     if written is not None:
@@ -707,6 +682,8 @@ def _tag_form(
         at = min(i for word in second[:2] if (i := pair.find(word)) >= 0)
         spans = [_span(pair[:at], first), (at, _span(pair, second)[1])]
     form = _surrounded(inner, single, span, pair or "", spans)
+    # If only the id is written, the template expects the name in it.
+    name_in_id = None if _NAME in single else ("functions.", ":")
     return replace(form, tags=tags, values=values, name_in_id=name_in_id)
 
 
@@ -774,20 +751,17 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
         words = ("True", "False", "None")
     elif "None" in texts.get("null", ""):
         words = ("true", "false", "None")
-    for item in (", ", ","):
-        for pair in (": ", ":"):
-            for bare in (False, True):
-                for quote in quotes:
-                    values = Values("" if quote == '"' else quote, item, pair, bare, words)
-                    if values.write(_OTHERS["object"]) in objects:
-                        return values
+    for item, pair, bare, quote in product((", ", ","), (": ", ":"), (False, True), quotes):
+        values = Values("" if quote == '"' else quote, item, pair, bare, words)
+        if values.write(_OTHERS["object"]) in objects:
+            return values
     inner = objects[objects.find(_KEY) + len(_KEY) + len(between) :]
     pieces = re.split("kxb|kxe|Vzt", inner)
     if inner.count("kxb") == inner.count("kxe") == 2 and len(pieces) == 6:
         a, between_tags = pieces[0], pieces[2]  # <a>kxb<b>...<c>kxb<d><a>kxe<b>Vzt<c>kxe<d>
         if a and between_tags.endswith(a):
             return Values(words=words, tags=(a, pieces[3], pieces[4], between_tags[: -len(a)]))
-    return replace(Values(), words=words)
+    return Values(words=words)
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -797,12 +771,6 @@ def _whole_tags(text: str) -> str:
     """Return a text without a tag that is cut at its end."""
     at = text.rfind("<")
     return text[:at] if at >= 0 and text.find(">", at) < 0 else text
-
-
-def _last_tag(text: str) -> str:
-    """Return the tag that a text ends with, without white space."""
-    match = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
-    return match[0] if match else ""
 
 
 def _words(tag: str) -> set[str]:

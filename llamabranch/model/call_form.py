@@ -341,6 +341,18 @@ class Values:
             raise Mismatch from None
         return value
 
+    def read_all(self, text: str) -> object:
+        """Return the value that a whole text is, but for white space around it.
+
+        Raises:
+            Mismatch: it is not a value, or more than one.
+        """
+        cursor = Cursor(text.strip())
+        value = self.read(cursor)
+        if cursor.at < len(cursor.text):
+            raise Mismatch
+        return value
+
     def _read_text(self, cursor: Cursor, quote: str) -> str:
         if len(quote) > 1:
             cursor.at += len(quote)
@@ -358,15 +370,10 @@ class Values:
         cursor.at += 1
         items: list[object] = []
         pairs: dict[str, object] = {}
-        cursor.space()
-        is_first = True
-        while not cursor.tries(closing):
-            if not is_first:
-                cursor.literal(",")
-                cursor.space()
-                if cursor.tries(closing):
-                    break
-            is_first = False
+        while True:
+            cursor.space()
+            if cursor.tries(closing):
+                break
             if opening == "[":
                 items.append(self.read(cursor, depth + 1))
             else:
@@ -375,6 +382,9 @@ class Values:
                 cursor.literal(":")
                 pairs[key] = self.read(cursor, depth + 1)
             cursor.space()
+            if not cursor.tries(","):
+                cursor.literal(closing)
+                break
         return pairs if opening == "{" else items
 
     def _key(self, cursor: Cursor) -> str:
@@ -397,8 +407,13 @@ class Values:
             raise Mismatch
         a, b, c, d = self.tags
         kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if kind in ("object", "array") and not text.strip():
+            return {} if kind == "object" else []
         if a.strip() not in text or kind == "string":
-            return _scalar(text, kind)
+            try:
+                return text if kind == "string" else self.read_all(text)
+            except Mismatch:
+                return text
         pairs: list[tuple[str, object]] = []
         cursor = Cursor(text)
         cursor.space()
@@ -456,19 +471,6 @@ def _inner(schema: object, key: str, is_item: bool) -> object:
     if isinstance(properties, Mapping) and key in properties:
         return properties[key]
     return schema.get("items") if is_item else None
-
-
-def _scalar(text: str, kind: object) -> object:
-    """Return the value of a text without tags; it is a string unless it is JSON or the schema says so."""
-    if kind == "string":
-        return text
-    if kind in ("object", "array") and not text.strip():
-        return {} if kind == "object" else []
-    try:
-        value, end = json_end(text.strip(), 0, last=True)
-    except Mismatch:
-        return _LITERALS.get(text.strip(), text)
-    return text if end != len(text.strip()) else value
 
 
 # -- the arguments in tags -------------------------------------------------------------------------
@@ -660,20 +662,14 @@ class ArgumentTags:
             return text
         if self.values.tags:
             return self.values.read_tagged(text, schema)
-        inner = Cursor(text.strip())
         try:
-            value = self.values.read(inner)
-            inner.space()
-            is_whole = inner.at == len(inner.text)
+            value = self.values.read_all(text)
         except Mismatch:
-            is_whole = False
-        if not is_whole:
             if not is_text:
-                raise Mismatch
+                raise
             return text
-        if is_text and isinstance(value, str):
-            return text  # strings are written without quotes, so these belong to the value
-        return value
+        # Strings are written without quotes, so these belong to the value.
+        return text if is_text and isinstance(value, str) else value
 
     def _raw(self, cursor: Cursor, after: str, rest: Rest) -> str:
         """Read up to and including ``after``, and return the text before it.
@@ -904,12 +900,9 @@ class CallForm:
             call_id: object = ""
         else:
             name = _at(value, self.name_path)
-            arguments = _at(value, self.arguments_path, _missing)
-            if arguments is _missing:
-                other = {"arguments": "parameters", "parameters": "arguments"}
-                last = self.arguments_path[-1]
-                path = (*self.arguments_path[:-1], other.get(last, last))
-                arguments = _at(value, path, _missing)
+            *outer, last = self.arguments_path
+            other = {"arguments": "parameters", "parameters": "arguments"}.get(last, last)
+            arguments = _at(value, self.arguments_path, _at(value, (*outer, other), _missing))
             call_id = _at(value, self.id_path, "") if self.id_path else ""
         if not isinstance(name, str) or not known.takes(name):
             raise Mismatch
@@ -958,26 +951,22 @@ class CallForm:
 
     def _name_of_id(self, text: str, known: Known) -> str:
         before, after = self.name_in_id or ("", "")
-        name = text.strip().removeprefix(before)
-        match = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
-        name = match[1] if match else name
+        name = re.sub(rf"{re.escape(after)}\d+\Z", "", text.strip().removeprefix(before))
         if not known.takes(name):
             raise Mismatch
         return name
 
     def _read_name(self, cursor: Cursor, known: Known, after: str) -> str:
         """Return the name of a function; the text after it is not read."""
-        names: Collection[str] = known.schemas if known.schemas is not None else ()
-        fits, is_cut = [], False
-        for name in names:
-            piece = cursor.text[cursor.at : cursor.at + len(name)]
-            if piece == name:
-                fits.append(name)
-            is_cut = is_cut or (name.startswith(piece) and len(piece) < len(name))
-        if is_cut and not cursor.last and cursor.at + max(map(len, names)) > len(cursor.text):
+        text, start = cursor.text, cursor.at
+        names: Collection[str] = known.schemas or ()
+        if not cursor.last and any(
+            len(text) - start < len(name) and name.startswith(text[start:]) for name in names
+        ):
             raise Incomplete
-        start = cursor.at
-        for name in sorted(fits, key=len, reverse=True):
+        for name in sorted(names, key=len, reverse=True):
+            if not text.startswith(name, start):
+                continue
             cursor.at = start + len(name)
             probe = Cursor(cursor.text, cursor.at, last=cursor.last)
             if not after and _NAME.match(cursor.text, cursor.at):

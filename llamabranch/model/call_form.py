@@ -74,11 +74,11 @@ class Known:
         """Return whether there is a function of this name."""
         return bool(name) if self.schemas is None else name in self.schemas
 
-    def properties(self, name: str) -> Mapping[str, object] | None:
-        """Return the schemas of a function's arguments by name; None if they are not known."""
-        schema = (self.schemas or {}).get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else None
+
+def _properties(schema: object) -> Mapping[str, object]:
+    """Return the schemas of an object's properties, as far as they are known."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
@@ -465,12 +465,9 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
 
 
 def _inner(schema: object, key: str, is_item: bool) -> object:
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
+    if key in (properties := _properties(schema)):
         return properties[key]
-    return schema.get("items") if is_item else None
+    return schema.get("items") if is_item and isinstance(schema, Mapping) else None
 
 
 # -- the arguments in tags -------------------------------------------------------------------------
@@ -548,8 +545,10 @@ class ArgumentTags:
         """Whether values end by themselves, as in Python, and not at a tag."""
         return not any("".join(map(str, around.after)).strip() for around in self.others.values())
 
-    def read(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> dict[str, object]:
+    def read(self, cursor: Cursor, schema: object, rest: Rest) -> dict[str, object]:
         """Return the arguments at a cursor, up to ``rest``, which is not read.
+
+        ``schema``: of the function's arguments.
 
         Raises:
             Mismatch, Incomplete: the text has no arguments here, or more of it is needed.
@@ -559,7 +558,7 @@ class ArgumentTags:
             if self.start:
                 cursor.literal(self.start)
             while True:
-                key, value = self._one(cursor, known, name, rest)
+                key, value = self._one(cursor, schema, rest)
                 if key in found:
                     raise Mismatch
                 found[key] = value
@@ -590,7 +589,7 @@ class ArgumentTags:
         finally:
             cursor.at = at
 
-    def _one(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> tuple[str, object]:
+    def _one(self, cursor: Cursor, schema: object, rest: Rest) -> tuple[str, object]:
         """Return an argument's name and value."""
         start = cursor.at
         for around in self.arounds:
@@ -598,70 +597,58 @@ class ArgumentTags:
             try:
                 cursor.space()
                 cursor.literal(around.before)
-                key = self._key(cursor, around, known, name)
-                return key, self._value(cursor, around, key, known, name, rest)
+                key = self._key(cursor, around, schema)
+                return key, self._value(cursor, around, key, schema, rest)
             except Mismatch:
                 continue
         raise Mismatch
 
-    def _key(self, cursor: Cursor, around: Around, known: Known, name: str) -> str:
+    def _key(self, cursor: Cursor, around: Around, schema: object) -> str:
         between = around.between
-        properties = known.properties(name)
-        for key in sorted(properties or (), key=len, reverse=True):
+        for key in sorted(_properties(schema), key=len, reverse=True):
             at = cursor.at
             try:
                 cursor.literal(key)
                 if cursor.tries(between.rstrip()):
-                    self._skip_tail(cursor, between)
-                    return key
+                    break
             except Mismatch:
                 pass
             cursor.at = at
-        if not between.strip():
-            word = _WORD.match(cursor.text, cursor.at)
-            if word is None:
-                raise cursor.need()
-            cursor.at = word.end()
-            return word[0]
-        # All of `between`, because it may contain quotes that mark a string.
-        key = cursor.before(between).strip()
-        if not key or "\n" in key:
-            raise Mismatch
-        if not around.before.strip() and not _BARE_KEY.fullmatch(key):
-            raise Mismatch  # one cannot tell where it begins
-        cursor.literal(between.rstrip())
-        self._skip_tail(cursor, between)
+        else:
+            if not between.strip():
+                word = _WORD.match(cursor.text, cursor.at)
+                if word is None:
+                    raise cursor.need()
+                cursor.at = word.end()
+                return word[0]
+            # All of `between`, because it may contain quotes that mark a string.
+            key = cursor.before(between).strip()
+            if not key or "\n" in key:
+                raise Mismatch
+            if not around.before.strip() and not _BARE_KEY.fullmatch(key):
+                raise Mismatch  # one cannot tell where it begins
+            cursor.literal(between.rstrip())
+        # White space at the end of a literal is read, but not white space of a value.
+        tail = between[len(between.rstrip()) :]
+        if cursor.text.startswith(tail, cursor.at):
+            cursor.at += len(tail)
+        elif not cursor.last and tail.startswith(cursor.text[cursor.at :]):
+            raise Incomplete
         return key
 
-    @staticmethod
-    def _skip_tail(cursor: Cursor, literal: str) -> None:
-        """Read the white space at the end of a literal, but not white space of a value."""
-        tail = literal[len(literal.rstrip()) :]
-        if tail and cursor.text.startswith(tail, cursor.at):
-            cursor.at += len(tail)
-        elif tail and not cursor.last and tail.startswith(cursor.text[cursor.at :]):
-            raise Incomplete
-
     def _value(
-        self,
-        cursor: Cursor,
-        around: Around,
-        key: str,
-        known: Known,
-        name: str,
-        rest: Rest,
+        self, cursor: Cursor, around: Around, key: str, schema: object, rest: Rest
     ) -> object:
         is_text, is_other = around == self.text, around in self.others.values()
         after = around.closing(key)
         if not after.strip():
             return self.values.read(cursor)
         text = self._raw(cursor, after, rest)
-        schema = (known.properties(name) or {}).get(key)
-        root = (known.schemas or {}).get(name)
-        if is_text and (not is_other or is_text_schema(schema, root)):
+        own = _properties(schema).get(key)
+        if is_text and (not is_other or is_text_schema(own, schema)):
             return text
         if self.values.tags:
-            return self.values.read_tagged(text, schema)
+            return self.values.read_tagged(text, own)
         try:
             value = self.values.read_all(text)
         except Mismatch:
@@ -914,7 +901,8 @@ class CallForm:
         if self.tags is None:
             arguments = arguments_of(cursor.json(), known, name)
         else:
-            arguments = self.tags.read(cursor, known, name, self._rest(at))
+            schema = (known.schemas or {}).get(name)
+            arguments = self.tags.read(cursor, schema, self._rest(at))
         after = range(at + 1, len(self.unit))
         name, call_id = self._read_parts(cursor, known, after, name, call_id)
         if not known.takes(name):

@@ -75,7 +75,7 @@ class Known:
         return bool(name) if self.schemas is None else name in self.schemas
 
 
-def _properties(schema: object) -> Mapping[str, object]:
+def properties_of(schema: object) -> Mapping[str, object]:
     """Return the schemas of an object's properties, as far as they are known."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
@@ -465,7 +465,7 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
 
 
 def _inner(schema: object, key: str, is_item: bool) -> object:
-    if key in (properties := _properties(schema)):
+    if key in (properties := properties_of(schema)):
         return properties[key]
     return schema.get("items") if is_item and isinstance(schema, Mapping) else None
 
@@ -605,7 +605,7 @@ class ArgumentTags:
 
     def _key(self, cursor: Cursor, around: Around, schema: object) -> str:
         between = around.between
-        for key in sorted(_properties(schema), key=len, reverse=True):
+        for key in sorted(properties_of(schema), key=len, reverse=True):
             at = cursor.at
             try:
                 cursor.literal(key)
@@ -644,7 +644,7 @@ class ArgumentTags:
         if not after.strip():
             return self.values.read(cursor)
         text = self._raw(cursor, after, rest)
-        own = _properties(schema).get(key)
+        own = properties_of(schema).get(key)
         if is_text and (not is_other or is_text_schema(own, schema)):
             return text
         if self.values.tags:

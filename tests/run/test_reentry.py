@@ -327,6 +327,20 @@ def test_a_context_that_another_thread_closes_meanwhile(kind: str, tmp_path: Pat
         assert handle.remove(0, 0, -1) and handle.position_range(0) == (-1, -1)
 
 
+def test_the_prefix_cache_is_asked_while_no_other_thread_changes_it(ctx: Context) -> None:
+    ctx.complete([5] * 40, max_tokens=1, drafter=None)
+    prefixes, found = ctx.prefix_cache, list[int]()
+    assert prefixes is not None
+    thread = threading.Thread(target=lambda: found.append(prefixes.n_common([5] * 40)))
+    with ctx.lock:
+        thread.start()
+        thread.join(0.1)
+        assert not found
+        prefixes.clear()
+    thread.join()
+    assert found == [0]
+
+
 # -- what such a function may do -------------------------------------------------------------------------
 
 

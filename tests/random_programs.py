@@ -386,7 +386,8 @@ class User:
             self.tally["scores"] += len(scores)
             found = [score.logprob for score in scores if score is not None]
             assert len(found) == len(request.prompt) - 1
-            self.compare(found, request.prompt[:1], request.prompt[1:])
+            if found:
+                self.compare(found, request.prompt[:1], request.prompt[1:])
 
     def check_report(self, report: Report, task: str) -> None:
         """Compare an agent's conversation."""

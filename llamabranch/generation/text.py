@@ -18,9 +18,10 @@ from threading import get_ident
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import function
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..context.progress import OnPromptProgress, reading
+from ..context.progress import OnPromptProgress, Reading
 from ..context.runner import decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
@@ -418,12 +419,14 @@ class Text(TextNode):
         """
         if report is None:
             return decode_run(self._decoder, tokens, self.seq_id, "last")[-1]
-        last: list[LogitsRow] = []
-        after = reading(report, len(self.tokens), len(tokens))
+        function("on_prompt_progress", report)
+        n, last = len(self.tokens), list[LogitsRow]()
+        reading = Reading(n, n + len(tokens))
+        report(reading.progress(n))
 
         def read(n_decoded: int, rows: list[LogitsRow]) -> None:
             last[:] = rows
-            after(n_decoded)
+            report(reading.progress(n + n_decoded))
 
         decode_run(self._decoder, tokens, self.seq_id, "last", read)
         return last[0]

@@ -53,8 +53,6 @@ class RunState(DraftState, ABC):
         unread: tokens that must be decoded before the next draw: new tokens of the text, or the
             token drawn last.
         is_done: the draft has ended.
-        reads_text: ``unread`` belongs to the text, not to the draft. All states that draft together
-            have the same value.
     """
 
     model: Model
@@ -68,7 +66,6 @@ class RunState(DraftState, ABC):
         self.seed = target.seed
         self.unread: Sequence[int] = ()
         self.is_done = False
-        self.reads_text = True
         self._drafter = drafter
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -95,7 +92,7 @@ class RunState(DraftState, ABC):
         """Begin a draft; it ends at once if ``length`` allows none from this drafter."""
         self.draft = Draft(drafter=self._drafter.name)
         _, self.text, self.length, self.limit = request
-        self.unread, self.is_done, self.reads_text = (), False, True
+        self.unread, self.is_done = (), False
         if not self.length.consider(self.draft.drafter):
             self.end_draft("off")
 
@@ -274,7 +271,7 @@ class ModelState(RunState):
     def observe(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``."""
         if self.tip is not self.own:
-            _release(self.tip)
+            self.tip.release()
             self.tip = self.own
         if n_tokens < len(self.own.tokens):
             self.own.keep(n_tokens)
@@ -291,8 +288,8 @@ class ModelState(RunState):
     def close(self) -> None:
         """Free its sequences; a prefix cache of the draft model keeps their K/V."""
         self.own.keep_cached()
-        _release(self.tip)
-        _release(self.own)
+        self.tip.release()
+        self.own.release()
 
 
 class ModelDrafter(RunDrafter[ModelState]):
@@ -382,10 +379,3 @@ def _forked(text: Text) -> Text:
         with suppress(CapacityError):  # if it fails, both decode the last token when needed
             text.settle()
         return Text(text.ctx, None, text.sampler.clone(), text.seed, text)
-
-
-def _release(text: Text) -> None:
-    """Free the sequence of a text, once."""
-    if not (text.is_pruned or text.ctx.closed):
-        with text.lock:
-            text.release()

@@ -19,6 +19,7 @@ from engine_runs import results_of, run
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
+from llamabranch.context.runner import Batch
 from llamabranch.errors import BranchStateError, CacheFullError, ClosedError, UsageError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
@@ -202,9 +203,11 @@ def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context
 
 def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
     """A row that nobody has counted is empty after the next decode; it is not another text's."""
-    first = ctx.decoder.decode([(5, -1, 0, True)])
-    ctx.decoder.decode([(6, -1, 1, True)])
-    assert not first[0].is_valid
+    batches = Batch(), Batch()
+    for seq_id, batch in enumerate(batches):
+        batch.add(seq_id, [5])
+    ((first,),), _ = map(ctx.decoder.decode, batches)
+    assert not first.is_valid
 
 
 # -- what such a function cannot do --------------------------------------------------------------------
@@ -322,6 +325,20 @@ def test_a_context_that_another_thread_closes_meanwhile(kind: str, tmp_path: Pat
         for change in (handle.clear, lambda: handle.copy(0, 1, 0, -1), branch.prune, other.prune):
             change()
         assert handle.remove(0, 0, -1) and handle.position_range(0) == (-1, -1)
+
+
+def test_the_prefix_cache_is_asked_while_no_other_thread_changes_it(ctx: Context) -> None:
+    ctx.complete([5] * 40, max_tokens=1, drafter=None)
+    prefixes, found = ctx.prefix_cache, list[int]()
+    assert prefixes is not None
+    thread = threading.Thread(target=lambda: found.append(prefixes.n_common([5] * 40)))
+    with ctx.lock:
+        thread.start()
+        thread.join(0.1)
+        assert not found
+        prefixes.clear()
+    thread.join()
+    assert found == [0]
 
 
 # -- what such a function may do -------------------------------------------------------------------------

@@ -523,7 +523,7 @@ def test_engines_of_two_threads_share_a_cache_that_is_too_small(
                 id=f"{number} {i}",
                 max_tokens=40,
                 sampling=SamplingParams(seed=i),
-            )  # fmt: skip
+            )
             for i in range(4)
         ]
 

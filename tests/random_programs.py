@@ -227,9 +227,9 @@ class User:
         if self.random.random() < 0.05:
             prompt = [5] * (self.ctx.n_ctx_seq + self.random.randint(1, 9))
         request = Request(
-            prompt, str(next(self.program.numbers)), self.random.randint(1, 8), sampling,
-            n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
-            on_round=on_round if self.random.random() < 0.3 else None,
+            prompt, id=str(next(self.program.numbers)), max_tokens=self.random.randint(1, 8),
+            sampling=sampling, n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
+            on_round=on_round if self.random.random() < 0.5 else None,
             prompt_logprobs=0 if self.random.random() < 0.1 else None, **self.options(),
         )  # fmt: skip
         self.program.requests[str(request.id)] = request
@@ -285,7 +285,7 @@ class User:
             search.vote(self.random.choice(self.branches), lambda text: text[:1], 2, 2, seed=3)
         elif kind == 10 and is_own and self.ctx.n_seq_free:
             self.chat.send("Again").finish()
-        elif kind in (7, 11) and self.may_raise and self.random.random() < 0.5:
+        elif kind in (7, 11) and self.may_raise:
             self.raise_something(is_own=is_own)
 
     def raise_something(self, *, is_own: bool) -> None:
@@ -669,7 +669,7 @@ class User:
 
     def serve(self) -> None:
         engine = self.random.choice([*self.engines])
-        if self.random.random() < 0.5:
+        for _ in range(self.random.choice([0, 1, 3])):
             self.add_request(engine)
         if self.random.random() < 0.2:
             self.abort([engine])

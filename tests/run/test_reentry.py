@@ -369,7 +369,7 @@ def with_one_that_uses(
     for i, prompt in enumerate(PROMPTS):
         settings, options = ({}, {}) if i or kind == "drafter" else with_use(kind, use)
         sampling = SamplingParams(temperature=0.8, seed=i, **settings)
-        engine.add_request(Request(prompt, str(i), 12, sampling, **options))
+        engine.add_request(Request(prompt, id=str(i), max_tokens=12, sampling=sampling, **options))
     events, raised = list[lb.Event](), list[Fault]()
     while engine.has_unfinished():
         try:
@@ -390,7 +390,9 @@ def test_a_function_may_add_requests_to_the_engine_that_calls_it(
     def use() -> None:
         if len(added) < 9:
             sampling = SamplingParams(temperature=0.8, seed=len(added))
-            request = Request(GUESTS[len(added) % 5], f"guest {len(added)}", 6, sampling)
+            request = Request(
+                GUESTS[len(added) % 5], id=f"guest {len(added)}", max_tokens=6, sampling=sampling
+            )
             added.append(engines[0].add_request(request))
 
     results, _ = with_one_that_uses(ctx, kind, use, engines.append)
@@ -492,7 +494,9 @@ def test_a_prompt_that_never_fits_keeps_nobody_waiting(target: lb.Model) -> None
         engine = Engine(ctx, None, wait_s=math.inf)
         sampling = SamplingParams(temperature=0.8, seed=1)
         for i, prompt in enumerate([tokens, *PROMPTS, tokens]):
-            engine.add_request(Request(prompt, str(i), 6, sampling, priority=i))
+            engine.add_request(
+                Request(prompt, id=str(i), max_tokens=6, sampling=sampling, priority=i)
+            )
         results = results_of(run(engine))
         for name in ("0", "5"):
             assert isinstance(results[name].error, CacheFullError)
@@ -514,7 +518,12 @@ def test_engines_of_two_threads_share_a_cache_that_is_too_small(
 ) -> None:
     def requests(number: int) -> list[Request]:
         return [
-            Request([5 + number + i] * 90, f"{number} {i}", 40, SamplingParams(seed=i))
+            Request(
+                [5 + number + i] * 90,
+                id=f"{number} {i}",
+                max_tokens=40,
+                sampling=SamplingParams(seed=i),
+            )
             for i in range(4)
         ]
 

@@ -16,6 +16,7 @@ _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # the beginnings of scalars
+_BEGUN = re.compile(r"[\d.eE+-]+|\w{1,5}")  # a word or a number that may go on
 _BARE_KEY = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _NAME = re.compile(r"[\w.\-/:]+")
 _LITERALS = {
@@ -322,21 +323,17 @@ class Values:
                 raise Incomplete
         if text[at] in "{[":
             return self._read_many(cursor, depth)
-        word, number = _WORD.match(text, at), _NUMBER.match(text, at)
-        match = word or number
-        if match is None or (word and word[0] not in _LITERALS):
-            if not cursor.last and (
-                text[at:] == "-" or (word and word.end() == len(text) and len(word[0]) < 6)
-            ):
-                raise Incomplete
-            raise Mismatch
-        if not cursor.last and (match.end() == len(text) or _CUT.fullmatch(text, at)):
+        if not cursor.last and _BEGUN.fullmatch(text, at):
             raise Incomplete
-        cursor.at = match.end()
-        if word:
+        word, number = _WORD.match(text, at), _NUMBER.match(text, at)
+        if word and word[0] in _LITERALS:
+            cursor.at = word.end()
             return _LITERALS[word[0]]
+        if number is None:
+            raise Mismatch
+        cursor.at = number.end()
         try:
-            value: object = json.loads(match[0])
+            value: object = json.loads(number[0])
         except ValueError:  # more digits than Python converts
             raise Mismatch from None
         return value

@@ -136,7 +136,7 @@ def _answers(as_text: bool, tools: Mapping[str, object]) -> dict[str, Mapping[st
     answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
     answers["long"] = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
     result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
-    answers["tool"] = [*answers["one"], result]
+    answers["tool"] = [*answers["one"], {**result}]
     return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
 
 
@@ -620,10 +620,10 @@ def _surrounded(
         parts, first_index = _numbered(parts, others)
     elif in_list:
         section_start, call_start, call_end, section_end = head, "", "", tail
-    unit = tuple(filter(None, (call_start, *parts, call_end)))
+    unit: list[Part] = [call_start, *parts, call_end]
     at = 0 if in_list is None or not call_start else 1
     return CallForm(
-        unit, object_at=at, object_end=0 if in_list is None else at + len(parts),
+        tuple(filter(None, unit)), object_at=at, object_end=0 if in_list is None else at + len(parts),
         section_start=section_start, section_end=section_end, separator=separator,
         index_from=first_index,
     )  # fmt: skip

@@ -196,15 +196,12 @@ class HeadDrafter(RunDrafter[HeadState]):
 
     Attributes:
         ahead: by how many tokens a pair's token is ahead of its position.
+        n_layers: how many layers draft in turn, each with its own K/V; 1 = one layer drafts all tokens.
     """
 
     ahead: int
+    n_layers = 1
     state_type = HeadState
-
-    @property
-    def n_layers(self) -> int:
-        """How many layers draft in turn, each with its own K/V; 1 = one layer drafts all tokens."""
-        return 1
 
     def check(self, target: Model) -> None:
         """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
@@ -242,48 +239,37 @@ class HeadDrafter(RunDrafter[HeadState]):
 
     def decode(self, states: Sequence[HeadState]) -> None:
         """Decode what a layer has not read of all texts and drafts; each of several has its turn."""
-        layer = len(states[0].draft.tokens) if self.n_layers > 1 else 0
-        pairs = [state.pairs(layer) for state in states]
-        inputs = np.concatenate([rows for _, several in pairs for rows in several])
         decoder = self.ctx.decoder
+        layer = len(states[0].draft.tokens) if self.n_layers > 1 else 0
+        seqs = [state.seq_ids[layer] for state in states]
+        pairs = [state.pairs(layer) for state in states]
+        unread = [tokens for tokens, _ in pairs]
+        inputs = np.concatenate([rows for _, several in pairs for rows in several])
         if not states[0].made:  # the states are the target's
             inputs = decoder.encode(inputs)
         if layer:
             decoder.use_mtp_layer(layer)
         try:
-            found = self.read(states, [tokens for tokens, _ in pairs], inputs, layer)
+            lasts = np.cumsum([len(new) for new in unread]) - 1
+            if len(inputs) > min(decoder.n_chunk, self.ctx.n_outputs_max, _MOST_ROWS):
+                early = Batch()
+                for seq_id, new in zip(seqs, unread, strict=True):
+                    early.add(seq_id, new[:-1], "none")
+                decoder.decode(early, np.delete(inputs, lasts, axis=0))
+                inputs, unread = inputs[lasts], [new[-1:] for new in unread]
+                lasts = np.arange(len(states))
+            # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the
+            # first rows. So entries without logits must not come before entries with logits.
+            batch = Batch()
+            for seq_id, new in zip(seqs, unread, strict=True):
+                batch.add(seq_id, new, "all")
+            found = decoder.decode(batch, inputs)
+            hidden = decoder.output_states(len(inputs))
         finally:
             if layer:
                 decoder.use_mtp_layer(0)
-        for state, (row, hidden) in zip(states, found, strict=True):
-            state.note_read(row, hidden)
-
-    def read(
-        self,
-        states: Sequence[HeadState],
-        unread: Sequence[Sequence[int]],
-        inputs: States,
-        layer: int,
-    ) -> list[tuple[LogitsRow, States]]:
-        """Decode at least one pair of each text; return its last logits and its last state."""
-        decoder = self.ctx.decoder
-        seqs = [state.seq_ids[layer] for state in states]
-        lasts = np.cumsum([len(new) for new in unread]) - 1
-        if len(inputs) > min(decoder.n_chunk, self.ctx.n_outputs_max, _MOST_ROWS):
-            early = Batch()
-            for seq_id, new in zip(seqs, unread, strict=True):
-                early.add(seq_id, new[:-1], "none")
-            decoder.decode(early, np.delete(inputs, lasts, axis=0))
-            inputs, unread = inputs[lasts], [new[-1:] for new in unread]
-            lasts = np.arange(len(states))
-        # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the first
-        # rows. So entries without logits must not come before entries with logits.
-        batch = Batch()
-        for seq_id, new in zip(seqs, unread, strict=True):
-            batch.add(seq_id, new, "all")
-        rows = decoder.decode(batch, inputs)
-        hidden = decoder.output_states(len(inputs))
-        return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]
+        for state, rows, last in zip(states, found, lasts, strict=True):
+            state.note_read(rows[-1], hidden[last])
 
 
 class EagleDrafter(HeadDrafter):
@@ -346,15 +332,8 @@ class MTPDrafter(HeadDrafter):
         )
         is_open = target.target is not None and not target.model.target_layers
         super().__init__(target if is_open else Context(target.model, target=target), sampling)
-
-    @property
-    def n_layers(self) -> int:
-        """The number of MTP layers; if there are several, each drafts one token.
-
-        It is 1 if the layers read the target's K/V, because llama.cpp then computes all layers for
-        each token.
-        """
-        return 1 if self.ctx.model.shares_memory else self.ctx.model.n_mtp_layers
+        model = self.ctx.model  # if layers read the target's K/V, all are computed for each token
+        self.n_layers = 1 if model.shares_memory else model.n_mtp_layers
 
     @property
     def name(self) -> str:

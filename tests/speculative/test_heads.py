@@ -265,7 +265,7 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
             assert ctx.kv_cache.compact()
             hidden = ctx.kv_cache.hidden
             assert hidden is not None
-            rows = [row for row in hidden.all_of(branch.sequence.seq_id) if row is not None]
+            rows = [row for row in hidden.of(branch.sequence.seq_id) if row is not None]
             assert np.array_equal(np.stack(rows), before)
             head.close()
             branch.step()

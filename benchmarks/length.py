@@ -9,10 +9,10 @@ is turned around each time; ratios are taken within a turn.
 
 - *default*, *plain*, *exact*: a context on its defaults, with ``flash_attention=False``, and exact
 - *bare ...*: a loop of ``llama_decode`` that keeps nothing, for each K/V type, with flash attention and
-  without, in pieces of 512 and of 128 tokens. The best of them, for each figure, is what others are
-  compared with.
+  without. The best of them, for each figure, is what others are compared with.
 
-A model and a length take one to five minutes.
+With one thread the time is that of the processor, which other programs hardly change. A model and a
+length take one to five minutes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
-from llamabranch.bench.speed import Spread
 from llamabranch.context.params import ContextOptions
 
 from .report import Settings, emit, parser, pm, table, title
 from .servers import has_amx
+from .timing import PAUSE_S, Spread
 
 READ, ONE, FORKS, SEPARATE = "read", "one text", "eight forks", "eight texts"
 FIGURES = (READ, ONE, FORKS, SEPARATE)
@@ -47,17 +47,14 @@ class Bare(NamedTuple):
 
     kv_type: str
     flash: bool
-    n_ubatch: int
 
     @property
     def name(self) -> str:
         """What tables call it."""
-        return f"bare {self.kv_type}, {'flash' if self.flash else 'plain'}, {self.n_ubatch}"
+        return f"bare {self.kv_type}, {'flash' if self.flash else 'plain'}"
 
 
-BARE = (
-    Bare("f16", True, 512), Bare("f16", False, 512), Bare("f16", False, 128), Bare("bf16", False, 128),
-)  # fmt: skip
+BARE = tuple(Bare(kv_type, flash) for kv_type in ("f16", "bf16") for flash in (True, False))
 _KV = {"f16": 1, "bf16": 30}  # ggml_type
 
 _OPTIONS: dict[str, ContextOptions] = {
@@ -65,6 +62,7 @@ _OPTIONS: dict[str, ContextOptions] = {
 }  # fmt: skip
 
 Rates = dict[str, list[float]]  # tokens a second of each figure, for each turn
+Clock = Callable[[], float]
 Contestant: TypeAlias = "_Ours | _BareLoop"
 
 
@@ -95,7 +93,7 @@ def _contestants(
     model: lb.Model, length: int, settings: Settings, stack: ExitStack
 ) -> dict[str, Contestant]:
     contestants: dict[str, Contestant] = {}
-    n_ctx = length + _ROOM
+    n_ctx, clock = length + _ROOM, perf_counter if settings.threads > 1 else process_time
     for name, options in _OPTIONS.items():
         options = {**options, "n_ctx": n_ctx, "n_seq_max": _N + 1, "n_threads": settings.threads}
         try:
@@ -103,13 +101,13 @@ def _contestants(
         except lb.errors.UnsupportedError as error:
             print(f"{model.name}, {name}: {error}")
         else:
-            contestants[name] = _Ours(ctx)
+            contestants[name] = _Ours(ctx, clock)
     of_model = C.llama_model_default_params()
     of_model.use_extra_bufts = not has_amx()
     weights = C.llama_model_load_from_file(str(model.path).encode(), of_model)
     stack.callback(C.llama_model_free, weights)
     for setting in BARE:
-        loop = _BareLoop(weights, setting, n_ctx, settings.threads)
+        loop = _BareLoop(weights, setting, n_ctx, settings.threads, clock)
         stack.callback(loop.close)
         contestants[setting.name] = loop
     return contestants
@@ -126,6 +124,7 @@ def _interleaved(
 
     def turn(figure: str, measure: Callable[[Contestant], float]) -> None:
         for name in order:
+            sleep(PAUSE_S)
             runs[name][figure].append(measure(contestants[name]))
         order.reverse()
 
@@ -167,7 +166,8 @@ class _Ours:
     ``separate`` continues the eight texts together.
     """
 
-    def __init__(self, ctx: lb.Context) -> None:
+    def __init__(self, ctx: lb.Context, clock: Clock) -> None:
+        self._clock = clock
         banned = dict.fromkeys(ctx.model.eog_tokens, -1e9)
         self._ctx = ctx
         self._sampling = lb.SamplingParams(temperature=0.0, logit_bias=banned, logprobs=False)
@@ -175,9 +175,9 @@ class _Ours:
 
     def read(self, tokens: Sequence[int]) -> float:
         self.begin([])
-        start = perf_counter()
+        start = self._clock()
         self._texts = [lb.Branch.start(self._ctx, list(tokens), sampling=self._sampling)]
-        return len(tokens) / (perf_counter() - start)
+        return len(tokens) / (self._clock() - start)
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         for text in self._texts:
@@ -188,10 +188,10 @@ class _Ours:
     def one(self, n: int) -> float:
         with self._texts[0].fork() as branch:
             branch.step()
-            start = perf_counter()
+            start = self._clock()
             for _ in range(n):
                 branch.step()
-            return n / (perf_counter() - start)
+            return n / (self._clock() - start)
 
     def forks(self, n: int) -> float:
         return self._together(1, _N, n)
@@ -210,10 +210,10 @@ class _Ours:
             begun: set[tuple[str, int]] = set()
             while len(begun) < n_prompts * each:
                 begun |= {(e.id, e.sample) for e in engine.step() if e.emitted is not None}
-            start, n_tokens = perf_counter(), 0
+            start, n_tokens = self._clock(), 0
             while engine.has_unfinished():
                 n_tokens += sum(event.emitted is not None for event in engine.step())
-            rate = n_tokens / (perf_counter() - start)
+            rate = n_tokens / (self._clock() - start)
         self.begin(prompts)
         return rate
 
@@ -224,9 +224,10 @@ class _Ours:
 class _BareLoop:
     """``llama_decode`` and the greatest logit, and nothing else; the same methods."""
 
-    def __init__(self, weights: Any, setting: Bare, n_ctx: int, threads: int) -> None:
+    def __init__(self, weights: Any, setting: Bare, n_ctx: int, threads: int, clock: Clock) -> None:
+        self._clock = clock
         params = C.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _BATCH, setting.n_ubatch
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _BATCH, _BATCH
         params.n_seq_max, params.kv_unified = _N + 1, True
         params.type_k = params.type_v = _KV[setting.kv_type]
         params.flash_attn_type = int(setting.flash)
@@ -274,16 +275,16 @@ class _BareLoop:
         start = 0.0
         for i in range(n + 1):  # the first is not timed: the graph has another shape
             if i == 1:
-                start = perf_counter()
+                start = self._clock()
             rows = [(tokens[k], self._at + i, seq) for k, seq in enumerate(seqs)]
             tokens = self._decode(rows, len(rows))
-        return n * len(seqs) / (perf_counter() - start)
+        return n * len(seqs) / (self._clock() - start)
 
     def read(self, tokens: Sequence[int]) -> float:
         C.llama_memory_clear(self._memory, False)
-        start = perf_counter()
+        start = self._clock()
         self._firsts, self._at = [self._read(tokens, 0)], len(tokens)
-        return len(tokens) / (perf_counter() - start)
+        return len(tokens) / (self._clock() - start)
 
     def begin(self, texts: Sequence[Sequence[int]]) -> None:
         C.llama_memory_clear(self._memory, False)

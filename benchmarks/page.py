@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llamabranch.bench.speed import Spread
-
 from .report import Settings, emit, parser, pm, table
+from .timing import Spread
 
 LINK = re.compile(r"http://127\.0\.0\.1:\d+/#\S+")
 # Tokens a second of n texts, 576 tokens at most, from the request until the server says that they ended.

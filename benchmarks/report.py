@@ -12,9 +12,8 @@ from pathlib import Path
 
 import llamabranch as lb
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.speed import Spread
 
-from .timing import Series
+from .timing import Series, Spread
 
 __all__ = [
     "Settings",

@@ -26,11 +26,11 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
-from llamabranch.bench.speed import Spread
 
 from .prompts import PEOPLE, PEOPLE_SCHEMA, PROMPTS, document
 from .report import Settings, emit, parser, pm, table, title
 from .servers import Answer, Served, ToolError, start_ours, start_theirs
+from .timing import Spread
 
 PARTS = ("load", "chat", "shared", "json", "fanout")
 CLIENTS = (1, 4, 8, 16)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
-from llamabranch.bench.speed import Spread
 from llamabranch.speculative import SpeculativeStats
 
 PAUSE_S = 0.01  # between two methods, because the first one's threads still spin for a while
@@ -35,6 +35,25 @@ class Timing:
 
 Work = Callable[[int], Timing]  # gets the number of an item and processes it
 Maker = Callable[[int], Work]  # gets the number of a run at its start, and makes fresh state
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the lowest and the highest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of ``values``; nan without values."""
+        valid = [value for value in values if not math.isnan(value)] or [math.nan]
+        return cls(median(valid), min(valid), max(valid))
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the values for JSON, with None for nan."""
+        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
 @dataclass

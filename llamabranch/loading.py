@@ -89,11 +89,7 @@ def load(
               or "auto".
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: replaces the file's.
 
-            `Model` and `ContextParams` explain the other options: ``use_mmap``, ``use_mlock``,
-            ``check_tensors``, ``extra_buffers``, ``n_batch``, ``n_ubatch``, ``n_outputs_max``,
-            ``swa_full``, ``offload_kqv``, ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``,
-            ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``,
-            ``yarn_orig_ctx``.
+            `Model` and `ContextParams` explain these and the others.
 
     Returns:
         A context that owns its model: closing the context closes the model, too.

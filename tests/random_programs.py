@@ -195,7 +195,7 @@ class User:
 
     def drafter(self) -> lb.Drafter | None:
         """Return a drafter, or None; each proposes many tokens that are rejected."""
-        kind, use = self.random.randrange(5), self.use()
+        kind, use = self.random.randrange(6), self.use()
 
         def propose(tokens: list[int], n: int) -> list[int]:
             use()
@@ -205,9 +205,9 @@ class User:
             return None
         if kind == 1:
             return lb.SuffixDrafter()
-        if kind < 4 or self.program.drafting is None:
+        if kind < 4 or not self.program.drafters:
             return lb.FunctionDrafter(propose)
-        return lb.ModelDrafter(self.program.drafting)
+        return self.random.choice(self.program.drafters)
 
     def options(self) -> dict[str, Any]:
         """Return options by which a request uses the context."""
@@ -227,9 +227,10 @@ class User:
         if self.random.random() < 0.05:
             prompt = [5] * (self.ctx.n_ctx_seq + self.random.randint(1, 9))
         request = Request(
-            prompt, str(next(self.program.numbers)), self.random.randint(1, 8), sampling,
-            n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
-            on_round=on_round if self.random.random() < 0.3 else None, **self.options(),
+            prompt, id=f"request {next(self.program.numbers)}", max_tokens=self.random.randint(1, 8),
+            sampling=sampling, n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
+            on_round=on_round if self.random.random() < 0.5 else None,
+            prompt_logprobs=0 if self.random.random() < 0.1 else None, **self.options(),
         )  # fmt: skip
         self.program.requests[str(request.id)] = request
         return request
@@ -284,7 +285,7 @@ class User:
             search.vote(self.random.choice(self.branches), lambda text: text[:1], 2, 2, seed=3)
         elif kind == 10 and is_own and self.ctx.n_seq_free:
             self.chat.send("Again").finish()
-        elif kind in (7, 11) and self.may_raise and self.random.random() < 0.2:
+        elif kind in (7, 11) and self.may_raise:
             self.raise_something(is_own=is_own)
 
     def raise_something(self, *, is_own: bool) -> None:
@@ -308,14 +309,18 @@ class User:
         """Compare log-probabilities of generated tokens with those of the same tokens alone."""
         drawn = [produced for produced in emitted if not produced.is_stop]
         if drawn:
-            expected = self.alone.logprobs(prompt, [produced.token for produced in drawn])
-            found = [produced.logprob for produced in drawn]
-            self.tally["comparisons"] += len(found)
-            if self.is_exact:
-                assert found == expected, (prompt, emitted)
-            else:
-                rounding = self.alone.rounding
-                assert np.allclose(found, expected, rtol=0, atol=rounding), (found, expected)
+            tokens = [produced.token for produced in drawn]
+            self.compare([produced.logprob for produced in drawn], prompt, tokens)
+
+    def compare(self, found: list[float], prompt: Tokens, tokens: Tokens) -> None:
+        """Compare log-probabilities of ``tokens`` after ``prompt``."""
+        expected = self.alone.logprobs(prompt, tokens)
+        self.tally["comparisons"] += len(found)
+        if self.is_exact:
+            assert found == expected, (prompt, tokens, found, expected)
+        else:
+            rounding = self.alone.rounding
+            assert np.allclose(found, expected, rtol=0, atol=rounding), (found, expected)
 
     def check_text(
         self, prompt: Tokens, sampling: SamplingParams, emitted: Sequence[lb.Produced], n: int
@@ -376,6 +381,13 @@ class User:
         request = self.program.requests[result.id]
         assert isinstance(request.prompt, list) and request.sampling and request.max_tokens
         self.check_result(result, request.prompt, request.sampling, request.max_tokens)
+        if request.prompt_logprobs is not None and result.tokens:
+            _, *scores = result.prompt_logprobs or [None]
+            self.tally["scores"] += len(scores)
+            found = [score.logprob for score in scores if score is not None]
+            assert len(found) == len(request.prompt) - 1
+            if found:
+                self.compare(found, request.prompt[:1], request.prompt[1:])
 
     def check_report(self, report: Report, task: str) -> None:
         """Compare an agent's conversation."""
@@ -404,9 +416,11 @@ class User:
         if not self.branches:
             return self.start()
         branch, use = self.random.choice(self.branches), self.use()
-        kind = self.random.randrange(11)
+        kind = self.random.randrange(12)
         if kind == 0:
             self.branches.append(branch.fork())
+        elif kind == 11 and branch.fork_position:
+            branch.promote()
         elif kind == 1:
             branch.extend(self.tokens(8))
         elif kind == 2:
@@ -420,10 +434,7 @@ class User:
             before, tokens = branch.tokens, self.tokens(8)
             found = [score.logprob for score in branch.score(tokens)]
             assert branch.tokens == before
-            self.check(
-                before,
-                [lb.Produced(t, "", False, p, 0.0) for t, p in zip(tokens, found, strict=True)],
-            )
+            self.compare(found, before, tokens)
         elif kind == 6:
             branch.resample(SamplingParams(**self.settings()))
         elif kind == 7:
@@ -660,7 +671,7 @@ class User:
 
     def serve(self) -> None:
         engine = self.random.choice([*self.engines])
-        if self.random.random() < 0.5:
+        for _ in range(self.random.choice([0, 1, 3])):
             self.add_request(engine)
         if self.random.random() < 0.2:
             self.abort([engine])
@@ -687,14 +698,23 @@ class User:
         for each in report.choices:
             self.check_report(each, task)
 
+    def async_engine(self) -> lb.AsyncEngine:
+        seed, buffer = self.random.randrange(9), self.random.choice([1, 9])
+        return lb.AsyncEngine(self.ctx, self.drafter(), CONFIG, seed=seed, wait_s=0, buffer=buffer)
+
     def run_tasks(self) -> None:
-        """Let tasks share an engine that has a thread of its own; some leave early."""
+        """Let tasks share an engine that has a thread of its own; some leave early.
+
+        Another user's tasks and later ones may share it too.
+        """
         self.tally["run_tasks"] += 1
-        drafter, seed, buffer = self.drafter(), self.random.randrange(9), self.random.choice([1, 9])
+        is_shared = self.random.random() < 0.4
+        engine = self.program.engine if is_shared else self.async_engine()
         plans = [(self.request(), self.random.randint(1, 30)) for _ in range(3)]
+        call = self.tokens(), SamplingParams(**self.settings())
         has_agent, use = self.random.random() < 0.3, self.use()
 
-        async def read(engine: lb.AsyncEngine, request: Request, most: int) -> None:
+        async def read(request: Request, most: int) -> None:
             events = engine.generate(request)
             async with aclosing(cast("AsyncGenerator[lb.Event, None]", events)):
                 async for event in events:
@@ -704,14 +724,19 @@ class User:
                     if not most:
                         return
 
+        async def complete(prompt: list[int], sampling: SamplingParams) -> None:
+            result = await engine.complete(prompt, max_tokens=6, sampling=sampling)
+            self.check_result(result, prompt, sampling, 6)
+
         async def main() -> None:
-            async with lb.AsyncEngine(
-                self.ctx, drafter, CONFIG, seed=seed, wait_s=0, buffer=buffer
-            ) as engine:
-                tasks = [read(engine, *plan) for plan in plans]
+            try:
+                tasks = [*(read(*plan) for plan in plans), complete(*call)]
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
                 if has_agent:
                     self.check_report(await agent(engine, 1, use).arun("Go."), "Go.")
+            finally:
+                if not is_shared:
+                    await engine.close()
             for error in ended:
                 if error is not None:
                     raise error
@@ -733,7 +758,9 @@ class User:
     def act(self) -> None:
         with self.surviving():
             act = self.random.choice(self.acts)
-            with suppress(CapacityError):
+            is_short = self.may_raise and self.random.random() < 0.1
+            seconds = self.random.random() / 100 if is_short else 1000
+            with suppress(CapacityError), self.ctx.time_limit(seconds):
                 act()
             self.tally["acts"] += 1
             self.branches = [branch for branch in self.branches if branch.state != "pruned"]
@@ -801,18 +828,24 @@ class Program:
         alone: the texts of the same model.
         seed: of the program.
         tally: counts programs, comparisons, interrupts and what else happened.
-        drafting: a context of a draft model, or None.
+        drafters: draft models and heads that texts may use.
     """
 
     def __init__(
-        self, ctx: Context, alone: Alone, seed: int, tally: Counter[str], drafting: Any = None
+        self,
+        ctx: Context,
+        alone: Alone,
+        seed: int,
+        tally: Counter[str],
+        drafters: Sequence[lb.Drafter] = (),
     ) -> None:
         self.random = random = Random(seed)
-        self.ctx, self.alone, self.tally, self.drafting = ctx, alone, tally, drafting
+        self.ctx, self.alone, self.tally, self.drafters = ctx, alone, tally, drafters
         self.numbers = count()
         self.requests: dict[str, Request] = {}
         self.users: list[User] = []
         self.users += [User(self, random.random()) for _ in range(random.choice([1, 1, 2]))]
+        self.engine = self.users[0].async_engine()  # of all users
 
     def run(self, n_acts: int = 5) -> None:
         first, *others = self.users
@@ -829,6 +862,7 @@ class Program:
             if user.failure is not None:
                 raise user.failure
             user.may_raise = False
+        self.engine.shut_down(drain=end == "finish")
         for user in self.users:
             {"finish": user.finish, "forget": user.forget, "close": user.find_closed}[end]()
             self.tally.update(user.tally)
@@ -837,9 +871,9 @@ class Program:
             return
         self.users.clear()
         gc.collect()
-        for ctx in (self.ctx, self.drafting) if self.drafting is not None else (self.ctx,):
+        for ctx in (self.ctx, *(ctx for drafter in self.drafters for ctx in drafter.contexts)):
             ctx.audit()
-            assert ctx.n_seq_free == N_SEQ
+            assert ctx.n_seq_free == ctx.n_seq_max
             if ctx.prefix_cache is not None:
                 self.tally["cached"] += ctx.prefix_cache.n_hit_tokens
                 self.tally["evicted"] += ctx.prefix_cache.n_evicted

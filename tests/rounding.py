@@ -39,5 +39,6 @@ def rounding(ctx: Context, least: float = LEAST) -> float:
 
 
 def gumbel_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
-    """Return the standard Gumbel noise of draws, float64 (K,)."""
+    """Return the standard Gumbel noise of draws, float64 (K,); a number means the ids below it."""
+    ids = np.arange(ids, dtype=np.int32) if isinstance(ids, int) else ids
     return np.asarray(-np.log(-log_uniforms(seed, position, ids, purpose)))

@@ -43,38 +43,31 @@ class Machine:
         releases = versions["llama_cpp_python"], versions["llama_cpp"]
         return cls(processor_name(), available_cores(), load_average(), *releases, features)
 
-    def describe(self, n_threads: int) -> str:
-        """Describe the machine, and the noise of the measurement, which had ``n_threads``."""
-        loads = self.load, load_average()
-        before, after = ("unknown" if x is None else f"{x:.2f}" for x in loads)
-        complaint = self.complaint(n_threads)
-        return (
-            f"Machine: processor {self.processor}, {_count(self.cores, 'core')}, "
-            f"{_count(n_threads, 'thread')}, load {before} before; llama-cpp-python "
-            f"{self.llama_cpp_python}{self.llama_cpp and f' (llama.cpp {self.llama_cpp})'}, compiled for "
-            f"{' '.join(self.features) or 'no special instructions'}; load {after} after."
-            f"{complaint and f' The timings are noisy: {complaint}.'}"
-        )
+    def describe(self) -> list[str]:
+        """Return lines that describe the machine."""
+        load = "unknown" if self.load is None else f"{self.load:.2f}"
+        return [
+            f"processor: {self.processor}",
+            f"cores: {self.cores} for this process, {os.cpu_count()} in all; load {load}",
+            f"llama.cpp: {self.llama_cpp or 'unknown'} (llama-cpp-python {self.llama_cpp_python})",
+            f"compiled for: {' '.join(self.features) or 'no special instructions'}",
+        ]
 
     def complaint(self, n_threads: int) -> str:
         """Return why timings with ``n_threads`` are unreliable, or "" if no reason is known."""
-        cores = _count(self.cores, "core")
         if n_threads > self.cores:
             return (
-                f"{n_threads} threads share {cores}: measure with --threads {self.cores} or fewer"
+                f"{n_threads} threads share {self.cores} cores: measure with --threads {self.cores} "
+                "or fewer"
             )
         if self.load is not None and self.load + n_threads > self.cores + 0.5:
-            busy = f"other programs kept the machine busy (load {self.load:.2f} before, {cores})"
+            busy = f"other programs kept the machine busy (load {self.load:.2f} before)"
             return f"{busy}: end them and measure again"
         return ""
 
     def as_dict(self) -> dict[str, object]:
         """Return the fields for JSON, and the current load average."""
         return {**asdict(self), "load_after": load_average()}
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def processor_name() -> str:

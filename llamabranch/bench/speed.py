@@ -18,23 +18,9 @@ _WARM_UP = (
 )
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median with the lowest and the highest value."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of ``values``; nan without values."""
-        valid = [value for value in values if not math.isnan(value)] or [math.nan]
-        return cls(statistics.median(valid), min(valid), max(valid))
-
-    def as_dict(self) -> dict[str, float | None]:
-        """Return the values for JSON, with None for nan."""
-        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
+def median(values: Sequence[float]) -> float:
+    """Return the median without the values that are nan; nan if there are no others."""
+    return statistics.median([x for x in values if not math.isnan(x)] or [math.nan])
 
 
 @dataclass
@@ -52,17 +38,17 @@ class Speeds:
     @property
     def drafts_pay(self) -> bool:
         """True if generation with drafts is faster, over all lengths."""
-        return bool(self.drafted) and _mean(self.drafted, self.plain).median > 1
+        return bool(self.drafted) and _mean(self.drafted, self.plain) > 1
 
-    def over(self, other: Speeds) -> Spread:
-        """Return the speed over that of another setting, run by run.
+    def over(self, other: Speeds) -> float:
+        """Return the speed over that of another setting, the median of the runs.
 
         It is the geometric mean over the lengths, of reading and generating, with drafts if they pay.
         """
         written = self.drafted if self.drafts_pay else self.plain
         theirs = other.drafted if other.drafts_pay else other.plain
         parts = (*_ratios(self.read, other.read), *_ratios(written, theirs))
-        return Spread.of([statistics.geometric_mean(run) for run in zip(*parts, strict=True)])
+        return median([statistics.geometric_mean(run) for run in zip(*parts, strict=True)])
 
 
 def _ratios(own: dict[int, list[float]], other: dict[int, list[float]]) -> Iterator[list[float]]:
@@ -70,9 +56,9 @@ def _ratios(own: dict[int, list[float]], other: dict[int, list[float]]) -> Itera
         yield [a / b for a, b in zip(own[length], other[length], strict=False)]
 
 
-def _mean(own: dict[int, list[float]], other: dict[int, list[float]]) -> Spread:
+def _mean(own: dict[int, list[float]], other: dict[int, list[float]]) -> float:
     runs = zip(*_ratios(own, other), strict=True)
-    return Spread.of([statistics.geometric_mean(run) for run in runs])
+    return median([statistics.geometric_mean(run) for run in runs])
 
 
 def fastest(speeds: dict[str, Speeds]) -> str:
@@ -84,7 +70,7 @@ def fastest(speeds: dict[str, Speeds]) -> str:
     base = next(iter(measured.values()), None)
     if base is None:
         return ""
-    return max(measured, key=lambda name: measured[name].over(base).median)
+    return max(measured, key=lambda name: measured[name].over(base))
 
 
 def measure(

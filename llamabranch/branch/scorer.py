@@ -134,8 +134,11 @@ def _decode(
         batch.add(seq_id, tokens[:-1], first - 1)
         shown += [(number, i) for i in range(first, len(tokens))]
 
-    def read(n_before: int, rows: list[LogitsRow]) -> None:
-        for (number, i), row in zip(shown[n_before:], rows, strict=False):
+    following = iter(shown)
+
+    def read(_n_decoded: int, rows: list[LogitsRow]) -> None:
+        for row in rows:
+            number, i = next(following)
             show(number, i, row)
 
     ctx.decoder.decode(batch, read=read)

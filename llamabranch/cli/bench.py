@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from llamabranch.bench.machine import Machine
-from llamabranch.bench.speed import Speeds, Spread, fastest, measure
+from llamabranch.bench.speed import Speeds, fastest, measure, median
 from llamabranch.errors import ConfigError, DecodeInterruptedError, UnsupportedError
 
 from . import options as opt
@@ -57,7 +57,10 @@ def bench(
     speeds: dict[str, Speeds] = {}
     complete = _measure_all(given, console, names, fitting, runs, speeds)
     console.progress("")
-    console.line(machine.describe(given.threads or machine.cores))
+    for line in machine.describe():
+        console.line(line)
+    if complaint := machine.complaint(given.threads or machine.cores):
+        console.line(f"the timings are noisy: {complaint}")
     console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
     best = fastest(speeds)
     flags = best and _flags(best, speeds[best], names[1])
@@ -79,13 +82,15 @@ def bench(
 
 
 def _lengths(given: Given, text: str, model: str, n_tokens: int) -> list[int]:
-    """Return the lengths of the prompts that the model was trained for, in order."""
+    """Return the lengths of prompts that fit, into -c or what the model was trained for, in order."""
     lengths = sorted({int(part) for part in text.split(",") if part.strip().isdecimal()})
-    trained = None if given.n_ctx else opt.trained_length(model)
-    fitting = [n for n in lengths if trained is None or n + n_tokens <= trained]
+    most = given.n_ctx - _ROOM if given.n_ctx else opt.trained_length(model)
+    fitting = [n for n in lengths if most is None or n + n_tokens <= most]
     if not fitting or fitting[0] < 2:
-        most = "" if trained is None else f" and at most {trained - n_tokens}"
-        raise ConfigError(f"--lengths {text}: this needs numbers of at least 2{most}, as in 64,500")
+        limit = "" if most is None else f" and at most {most - n_tokens}"
+        raise ConfigError(
+            f"--lengths {text}: this needs numbers of at least 2{limit}, as in 64,500"
+        )
     return fitting
 
 
@@ -144,7 +149,7 @@ def _measure_all(
 def _rows(name: str, speeds: Speeds) -> Iterator[tuple[object, ...]]:
     for length, read in speeds.read.items():
         drafted = speeds.drafted.get(length, [])
-        medians = (Spread.of(rates).median for rates in (read, speeds.plain[length], drafted))
+        medians = (median(rates) for rates in (read, speeds.plain[length], drafted))
         yield (name, f"{length:,}", *(number(median, 1) for median in medians))
 
 

@@ -62,7 +62,8 @@ def doctor(given: Given, console: Console) -> None:
         from llamabranch.bench.machine import Machine, processor_flags
 
         machine = Machine.now()
-        tell(_described(machine))
+        for line in machine.describe():
+            console.line(line)
         target, draft = (
             given.open(name, console, n_ctx=1024)
             for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
@@ -101,16 +102,6 @@ def _versions() -> dict[str, str]:
         "system": platform.platform(),
         # A value may be a secret.
         "variables": " ".join(name for name in os.environ if name.startswith(own)) or "none is set",
-    }
-
-
-def _described(machine: Machine) -> dict[str, str]:
-    return {
-        "processor": machine.processor,
-        "cores": f"{machine.cores} for this process, {os.cpu_count()} in all",
-        "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
-        "llama.cpp": machine.llama_cpp or "unknown",
-        "compiled for": " ".join(machine.features) or "no special instructions",
     }
 
 

@@ -68,6 +68,10 @@ class _Slice:
     def end(self) -> int:
         return self.position + self.high - self.low
 
+    @property
+    def newest(self) -> int:
+        return self.run.write_indices[self.high - 1]
+
 
 _position = attrgetter("position")
 
@@ -94,7 +98,6 @@ class CellTable:
         # Cells written so far; a later one has a higher cell index if no hole was filled.
         self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
-        self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
         self.with_holes: set[int] = set()
 
     @property
@@ -106,7 +109,6 @@ class CellTable:
         """Make sure that there is a sequence ``seq_id``."""
         while len(self._sequences) <= seq_id:
             self._sequences.append(_Sequence())
-            self._newest.append(-1)
 
     def next_position(self, seq_id: int) -> int:
         """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
@@ -133,7 +135,6 @@ class CellTable:
         if not n:
             return
         sequence = self._sequences[seq_id]
-        self._newest[seq_id] = write_indices[-1]
         if sequence.slices:
             last = sequence.slices[-1]
             run = last.run
@@ -148,19 +149,8 @@ class CellTable:
 
     def newest(self, *, but: int = -1) -> int:
         """Return the largest write index at the end of a sequence other than ``but``; -1 = none."""
-        if but < 0:
-            return max(self._newest)
-        ends = self._newest
-        own_end, ends[but] = ends[but], -1
-        newest = max(ends)
-        ends[but] = own_end
-        return newest
-
-    def _note_end(self, seq_id: int) -> None:
-        """Look up the write index at the end of a sequence again."""
-        slices = self._sequences[seq_id].slices
-        last = slices[-1] if slices else None
-        self._newest[seq_id] = -1 if last is None else last.run.write_indices[last.high - 1]
+        others = (s.slices[-1] for i, s in enumerate(self._sequences) if i != but and s.slices)
+        return max((last.newest for last in others), default=-1)
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and their number."""
@@ -227,7 +217,6 @@ class CellTable:
         self._sequences[target] = _Sequence(slices[-1].end if slices else 0, slices)
         if slices and (source in self.with_holes or slices[0].position > 0):
             self.with_holes.add(target)
-        self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
         """Record that ``seq_id`` no longer holds positions in [start, end)."""
@@ -251,7 +240,6 @@ class CellTable:
             self.with_holes.add(seq_id)
         sequence.slices = slices
         sequence.next_position = slices[-1].end if slices else 0
-        self._note_end(seq_id)
         if slices and slices[-1].run.owner == seq_id:
             # Cells that no sequence refers to are deleted, so that appends continue the same run.
             run, high = slices[-1].run, slices[-1].high
@@ -264,7 +252,6 @@ class CellTable:
     def clear(self) -> None:
         """Record that every sequence is empty."""
         self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
-        self._newest = [-1] * self.n_seq_max
         self.with_holes.clear()
 
     def count(self, seqs: Iterable[int]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -25,13 +25,11 @@ class Checkpoint:
         n_tokens: the position at which the sequence continues from it.
         state: the state as llama.cpp writes it, without cells of attention, uint8 (n,).
         row: the logits after the last of these tokens, float32 (V,); None if they were not kept.
-        n_users: how many sequences use it.
     """
 
     n_tokens: int
     state: npt.NDArray[np.uint8]
     row: npt.NDArray[np.float32] | None
-    n_users: int = 0
 
     @property
     def n_bytes(self) -> int:
@@ -48,13 +46,16 @@ class Checkpoints:
 
     Attributes:
         max_bytes: the most host memory, in bytes; 0 = no checkpoints.
-        n_bytes: the memory of all checkpoints; one that several sequences share counts once.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.n_bytes = 0
         self._of: dict[int, list[Checkpoint]] = {}  # the checkpoints of each sequence, by position
+
+    @property
+    def n_bytes(self) -> int:
+        """The memory of all checkpoints; one that several sequences share counts once."""
+        return sum(point.n_bytes for point in set(chain.from_iterable(self._of.values())))
 
     def last(self, seq_id: int) -> int:
         """Return the position of a sequence's last checkpoint, 0 if it has none."""
@@ -70,15 +71,11 @@ class Checkpoints:
     def add(self, seq_id: int, point: Checkpoint) -> None:
         """Add a sequence's newest checkpoint. If there is no room, this or another one is dropped."""
         self._of.setdefault(seq_id, []).append(point)
-        point.n_users = 1
-        self.n_bytes += point.n_bytes
         self.thin()
 
     def keep_row(self, point: Checkpoint, row: npt.NDArray[np.float32]) -> None:
         """Keep a copy of the logits after a checkpoint."""
-        self.n_bytes -= point.n_bytes
         point.row = row.copy()
-        self.n_bytes += point.n_bytes
         self.thin()
 
     def share(self, source: int, target: int) -> None:
@@ -86,21 +83,18 @@ class Checkpoints:
         points = self._of.get(source)
         if points:
             self._of[target] = [*points]
-            for point in points:
-                point.n_users += 1
 
     def cut(self, seq_id: int, n: int) -> None:
         """Drop a sequence's checkpoints with more than ``n`` tokens; all of them for 0."""
         points = self._of.get(seq_id)
         while points and (points[-1].n_tokens > n or not n):
-            self._release(points.pop())
+            points.pop()
         if points == []:
             del self._of[seq_id]
 
     def clear(self) -> None:
         """Drop all checkpoints."""
         self._of.clear()
-        self.n_bytes = 0
 
     def thin(self) -> None:
         """Drop checkpoints until the others take no more than ``max_bytes``."""
@@ -109,7 +103,6 @@ class Checkpoints:
             for seq_id, points in list(self._of.items()):
                 if dropped in points:
                     points.remove(dropped)
-                    self._release(dropped)
                     if not points:
                         del self._of[seq_id]
 
@@ -124,8 +117,3 @@ class Checkpoints:
                     best, least = point, missed
                 before = point.n_tokens
         return next(iter(self._of.values()))[-1] if best is None else best
-
-    def _release(self, point: Checkpoint) -> None:
-        point.n_users -= 1
-        if not point.n_users:
-            self.n_bytes -= point.n_bytes

@@ -96,7 +96,7 @@ def _copy(memory: Memory, plan: list[_Step], cached: list[CachedPrefix]) -> bool
                 text: memory.piece(text.seq_id, n) for text, _, n in plan if n < len(text.tokens)
             }
             hidden = memory.hidden
-            rows = {} if hidden is None else {t.seq_id: hidden.all_of(t.seq_id) for t, _, _ in plan}
+            rows = {} if hidden is None else {t.seq_id: hidden.of(t.seq_id) for t, _, _ in plan}
             memory.clear()
             for text in cached:
                 memory.keep(text.seq_id)

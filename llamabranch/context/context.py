@@ -402,9 +402,9 @@ class Context:
             partial = start > 0 or stop < length
             # If only a sliding window of cells is left, llama.cpp would drop the positions and then
             # compute without the cells that it needs.
-            if (partial and not self.kv_cache.can_cut(seq_id, start)) or not self.kv_cache.drop(
-                seq_id, start, END if stop >= length else stop
-            ):
+            cache = self.kv_cache
+            can = not partial or (cache.can_draft and cache.usable(seq_id, start) == start)
+            if not can or not cache.drop(seq_id, start, END if stop >= length else stop):
                 raise UnsupportedError(
                     "this model's memory cannot drop a part of a sequence",
                     hint="remove the whole sequence and decode again, or fork first and drop the fork",

@@ -85,21 +85,21 @@ def _is_exact(
     """Return whether the rows of a batch of ``n`` equal those ``alone``, to the bit."""
     runner.memory.clear()
     n_own = min(n, len(own))
-    others = [(token + 1) % runner.handle.n_vocab for token in own] * -(-n // len(own))
-    # If there is another sequence, its rows come in between; the last row is compared.
-    is_own = [
-        (n - 1 - i) % (n // n_own) == 0 and n - 1 - i < n_own * (n // n_own) for i in range(n)
-    ]
-    if runner.memory.cells.n_seq_max < 2:  # the other rows follow in the same sequence
-        is_own.sort(reverse=True)
-    own_tokens, other_tokens = iter(own), iter(others)
+    # If there is another sequence, its rows come in between, and the last row is compared. Otherwise the
+    # other rows follow in the same sequence.
+    is_alone = runner.memory.cells.n_seq_max < 2
+    step = 1 if is_alone else n // n_own
+    start = 0 if is_alone else n - 1 - (n_own - 1) * step
+    places = range(start, start + n_own * step, step)
     # llama.cpp aborts if a decode has more rows than its buffer.
-    compared = [i for i in range(n) if is_own[i]][-runner.handle.n_outputs_max :]
+    compared = places[-runner.handle.n_outputs_max :]
     batch = Batch()
-    for i, is_mine in enumerate(is_own):
-        seq_id = 0 if is_mine or runner.memory.cells.n_seq_max < 2 else 1
-        token = next(own_tokens) if is_mine else next(other_tokens)
-        batch.add(seq_id, [token], "last" if i in compared else "none")
+    for i in range(n):
+        if i in places:
+            batch.add(0, [own[places.index(i)]], "last" if i in compared else "none")
+        else:
+            token = (own[i % n_own] + 1) % runner.handle.n_vocab
+            batch.add(0 if is_alone else 1, [token], "none")
     rows = [row for run in runner.decode(batch) for row in run]
     expected = alone[n_own - len(compared) : n_own]
     return all(np.array_equal(row.array, one) for row, one in zip(rows, expected, strict=True))

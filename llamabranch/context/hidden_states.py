@@ -72,14 +72,11 @@ class HiddenStates:
             self._rows = {index: row for index, row in self._rows.items() if index in used}
         self._rows.update(zip(range(first, first + n), states, strict=True))
 
-    def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
+    def of(self, seq_id: int, start: int = 0, end: int | None = None) -> list[Rows | None]:
         """Return the rows of positions [start, end) of a sequence; None for a row that was not kept."""
         index = self._cells.write_index
+        end = self._cells.next_position(seq_id) if end is None else end
         return [self._rows.get(index(seq_id, position)) for position in range(start, end)]
-
-    def all_of(self, seq_id: int) -> list[Rows | None]:
-        """Return the rows of all positions of a sequence."""
-        return self.of(seq_id, 0, self._cells.next_position(seq_id))
 
     def set_all(self, seq_id: int, rows: Iterable[Rows | None]) -> None:
         """Keep ``rows`` for the first positions of a sequence; rows that are None are skipped."""

@@ -174,7 +174,7 @@ class Memory:
 
     def usable(self, seq_id: int, n: int) -> int:
         """Return how many of the first ``n`` tokens of a sequence can be kept or forked by themselves."""
-        return n if self.can_cut(seq_id, n) else 0
+        return n
 
     def mark(self, seq_id: int, row: Row | None = None) -> None:
         """Note the end of a sequence as a place to return to; ``row``: the logits there, (V,)."""
@@ -219,10 +219,6 @@ class Memory:
     def distrust(self, seqs: Iterable[int]) -> None:
         """Note that llama.cpp failed while it computed these sequences. They are cut next."""
 
-    def can_cut(self, seq_id: int, n: int) -> bool:
-        """Return whether a sequence can continue from its first ``n`` tokens once the rest is dropped."""
-        return True
-
     @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:
         """Drop all but the first ``n`` tokens of a sequence, including those of a failed decode.
@@ -233,7 +229,7 @@ class Memory:
             how many tokens it holds now. Fewer than ``n`` if it had fewer, or if this memory
             returned to an earlier checkpoint; 0 if it had to drop the whole sequence.
         """
-        if self.can_cut(seq_id, n) and self.drop(seq_id, n):
+        if self.usable(seq_id, n) == n and self.drop(seq_id, n):
             return self.next_position(seq_id)
         self.drop(seq_id, 0)
         return 0
@@ -502,14 +498,13 @@ class Windowed(Memory):
                 self._shadowed[seq_id] = n_shadowed
                 raise
 
-    def can_cut(self, seq_id: int, n: int) -> bool:
-        """Return whether the window's cells before token ``n`` are there.
+    def usable(self, seq_id: int, n: int) -> int:
+        """Return ``n`` if the window's cells before token ``n`` are there, otherwise 0.
 
         After a restore some are missing: a saved state has only the cells of the window at its end.
         """
         first = max(0, self.cells.first_position(seq_id), n - self._window + 1)
-        handle = self.handle
-        return not n or handle.closed or handle.position_range(seq_id)[0] <= first
+        return n if not n or self.handle.position_range(seq_id)[0] <= first else 0
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)
@@ -532,7 +527,7 @@ class Windowed(Memory):
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
         if self.handle.position_range(_shadow(seq_id))[1] >= self._shadowed.get(seq_id, 0):
             raise DecodeError(f"cells that sequence {seq_id} has left are kept")
-        if self.can_cut(seq_id, ours[1] + 1):
+        if self.usable(seq_id, ours[1] + 1) == ours[1] + 1:
             ours = (theirs[0], ours[1])  # a restored sequence has only the window at its end
         return ours, theirs
 
@@ -675,10 +670,6 @@ class States(Memory):
         super()._fork(source, target, n_held, n_held)
         self.checkpoints.share(source, target)
         self.cut(target, n)
-
-    def can_cut(self, seq_id: int, n: int) -> bool:
-        """Return whether there is nothing to cut."""
-        return n == self.next_position(seq_id)
 
     @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:

@@ -96,8 +96,9 @@ class PrefixCache:
         return list(self._kept)
 
     def n_common(self, tokens: Sequence[int]) -> int:
-        """Return how many of ``tokens``, from the first one, could be shared."""
-        return self._find(tokens)[0]
+        """Return how many of ``tokens``, from the first one, could be shared. Any thread may ask."""
+        with self._memory.handle.lock:
+            return self._find(tokens)[0]
 
     @uninterrupted
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:

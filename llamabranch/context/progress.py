@@ -6,8 +6,6 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-from ..arguments import function
-
 
 class PromptProgress(NamedTuple):
     """The progress of a prompt.
@@ -44,23 +42,3 @@ class Reading:
         """Return the progress when ``n_read`` tokens are in the cache."""
         seconds = perf_counter() - self._begun
         return PromptProgress(n_read, self._n_cached, self._n_total, seconds)
-
-
-def reading(report: OnPromptProgress | None, n_cached: int, n: int) -> Callable[[int], None] | None:
-    """Report that ``n`` tokens will be processed after ``n_cached``; return a function for each decode.
-
-    That function takes how many of the ``n`` tokens are decoded so far. None if ``report`` is None.
-
-    Raises:
-        ConfigError: ``report`` is not a function. Errors of ``report`` are raised too.
-    """
-    if report is None:
-        return None
-    function("on_prompt_progress", report)
-    this = Reading(n_cached, n_cached + n)
-    report(this.progress(n_cached))
-
-    def after(n_decoded: int) -> None:
-        report(this.progress(n_cached + n_decoded))
-
-    return after

@@ -28,7 +28,6 @@ from .threads import ThreadWatch
 
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
-OnRead = Callable[[int], None]  # called after each decode with how many tokens are decoded so far
 # One decode: the number of tokens; the number of rows of logits; a function that submits it and returns
 # llama.cpp's code; a function that records it in the memory, and returns False if nothing was decoded;
 # and the index of each wanted row among llama.cpp's rows, None if these have the right order.
@@ -107,21 +106,19 @@ class Runner:
         read: Read | None = None,
         *,
         reclaims: bool = True,
-        on_read: OnRead | None = None,
     ) -> list[LogitsRow]:
         """Run several decodes, or none if one fails; return the rows that ``read`` did not get.
 
         ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
         are cut to ``starts``. The texts of ``replaced`` sequences get new rows, so their last rows are
         not copied; the caller passes none if a later decode could fail after an earlier one.
-        ``reclaims``: cells may be freed if all are taken. ``on_read`` is called after each decode; an
-        exception in it undoes all decodes.
+        ``reclaims``: cells may be freed if all are taken. An exception in ``read`` undoes all decodes.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
         expiring: list[LogitsRow] = []  # valid if the decode fails and has changed nothing
-        code = n = n_rows_before = n_decoded = 0
+        code = n = n_decoded = 0
         outer = self.stops.begin()
         try:
             for n, n_rows, submit, record, places in pieces:
@@ -155,13 +152,9 @@ class Runner:
                 if read is None:
                     all_rows = all_rows + rows if all_rows else rows
                 else:
-                    with lent(rows):
-                        read(n_rows_before, rows)
-                    n_rows_before += n_rows
-                if on_read is not None:
                     n_decoded += n
                     with lent(rows):
-                        on_read(n_decoded)
+                        read(n_decoded, rows)
             else:
                 return all_rows
         except BaseException:  # Ctrl-C arrives when the call returns
@@ -267,20 +260,18 @@ class Runner:
         states: States | None = None,
         *,
         read: Read | None = None,
-        on_read: OnRead | None = None,
     ) -> list[list[LogitsRow]]:
         """Decode all runs of a batch, or none, in as few decodes as possible; return the rows of each.
 
         Args:
             batch: the tokens.
             states: the hidden states that a head reads with each token, float32 (n, n_embd).
-            read: called after each decode with the number of earlier rows and the new rows, which are
-                valid until it returns. With ``read`` no row is copied or returned.
-            on_read: called after each decode with how many of the tokens are decoded so far.
+            read: called after each decode with how many of the tokens are decoded so far and the new
+                rows, which are valid until the next decode. With ``read`` no row is copied or returned.
 
         Raises:
-            CacheFullError, DecodeError: all sequences are as before, also if ``read`` or ``on_read``
-                raises an exception.
+            CacheFullError, DecodeError: all sequences are as before, also if ``read`` raises an
+                exception.
         """
         seqs = dict.fromkeys(seq_id for _, seq_id, _ in batch.tokens)
         if not seqs:
@@ -304,9 +295,8 @@ class Runner:
             self._piece(entries[part], None if states is None else states[part], is_recorded)
             for part in parts
         )
-        rows = self.transact(pieces, starts, replaced, read, reclaims=is_recorded, on_read=on_read)
-        remaining = iter(rows)
-        return [list(islice(remaining, n)) for n in batch.n_rows]
+        rows = iter(self.transact(pieces, starts, replaced, read, reclaims=is_recorded))
+        return [list(islice(rows, n)) for n in batch.n_rows]
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
         """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
@@ -481,9 +471,9 @@ def decode_run(
     tokens: Sequence[int],
     seq_id: int,
     logits: str,
-    on_read: OnRead | None = None,
+    read: Read | None = None,
 ) -> list[LogitsRow]:
     """Decode any number of tokens of one sequence, all or none; return the requested rows."""
     batch = Batch()
     batch.add(seq_id, tokens, logits)
-    return runner.decode(batch, on_read=on_read)[0]
+    return runner.decode(batch, read=read)[0]

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SequencesExhaustedError
 from ..native.interrupts import uninterrupted
@@ -63,13 +63,16 @@ class SequenceIds:
                 self.collect()
             finally:
                 self._lock.release()
-        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached
+        return sum(1 for _ in self._free()) + self.n_cached
+
+    def _free(self) -> Iterator[int]:
+        """Yield the sequences that are neither allocated nor in use, the highest first."""
+        for seq_id in range(self.n_seq_max - 1, -1, -1):
+            if seq_id not in self._holders and not self._memory.next_position(seq_id):
+                yield seq_id
 
     def _is_full(self) -> bool:
-        return not any(map(self._is_free, reversed(range(self.n_seq_max))))
-
-    def _is_free(self, seq_id: int) -> bool:
-        return seq_id not in self._holders and not self._memory.next_position(seq_id)
+        return next(self._free(), None) is None
 
     def holder(self, seq_id: int) -> object:
         """Return the holder of ``seq_id``; None if it is not allocated or its holder was collected."""
@@ -121,11 +124,10 @@ class SequenceIds:
 
         Hold the lock, as for ``transfer`` and ``collect``.
         """
-        for seq_id in range(self.n_seq_max - 1, -1, -1):
-            if self._is_free(seq_id):
-                self.transfer(seq_id, holder)
-                return seq_id
-        return None
+        seq_id = next(self._free(), None)
+        if seq_id is not None:
+            self.transfer(seq_id, holder)
+        return seq_id
 
     @uninterrupted
     def transfer(self, seq_id: int, holder: object) -> None:

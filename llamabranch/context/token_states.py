@@ -41,7 +41,7 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
             other = ctx.sequences.allocate(holder)
             try:
                 decode_run(ctx.decoder, tokens, other, "none")
-                hidden.set_all(seq_id, hidden.all_of(other))
+                hidden.set_all(seq_id, hidden.of(other))
             finally:
                 ctx.sequences.free(other)
             states = hidden.of(seq_id, start, len(tokens))

@@ -4,8 +4,8 @@ perplexity.py   the perplexity of a text in chunks
 divergence.py   two models on one text: KL divergence
 """
 
-from .divergence import KLDivergence, KLStatistics, Uncertain, divergence
-from .perplexity import Perplexity, perplexity
+from .divergence import KLDivergence, KLStatistics, divergence
+from .perplexity import Perplexity, Uncertain, perplexity
 
 __all__ = [
     "KLDivergence",

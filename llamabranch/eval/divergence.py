@@ -15,16 +15,9 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import VocabularyMismatchError
 from ..model import Model, TokenIds
-from .perplexity import Chunked, Floats, Perplexity, exp, text_chunks, with_bos
+from .perplexity import Chunked, Floats, Perplexity, Uncertain, exp, mean, text_chunks, with_bos
 
 _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
-
-
-class Uncertain(NamedTuple):
-    """A value and its standard error."""
-
-    value: float
-    stderr: float
 
 
 class KLStatistics(NamedTuple):
@@ -63,13 +56,13 @@ class KLDivergence(Chunked):
     def statistics(self) -> KLStatistics:
         """The statistics so far, computed at each call; NaN without a token."""
         loss, base, kl, change, same_top = self._columns()
-        n, square, share = len(loss), _mean(change**2), _mean(same_top).value
+        n, square, share = len(loss), mean(change**2), mean(same_top).value
         root = math.sqrt(square.value)
         share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
         return KLStatistics(
-            mean=_mean(kl),
-            perplexity=_exp(_mean(loss)),
-            base_perplexity=_exp(_mean(base)),
+            mean=mean(kl),
+            perplexity=exp(mean(loss)),
+            base_perplexity=exp(mean(base)),
             p_change_rms=Uncertain(root, 0.5 / root * square.stderr if root else 0.0),
             same_top=Uncertain(share, share_stderr),
         )
@@ -155,17 +148,3 @@ def _compared(
     change = math.exp(ours[token]) - math.exp(theirs[token])
     same_top = int(ours.argmax()) == int(theirs.argmax())
     return float(-ours[token]), float(-theirs[token]), kl, change, float(same_top)
-
-
-def _mean(values: Floats) -> Uncertain:
-    n = len(values)
-    if not n:
-        return Uncertain(math.nan, math.nan)
-    mean = float(values.mean())
-    variance = float(np.mean(values**2)) - mean * mean
-    return Uncertain(mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0)
-
-
-def _exp(log: Uncertain) -> Uncertain:
-    value = exp(log.value)
-    return Uncertain(value, value * log.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,13 @@ Floats = npt.NDArray[np.float64]
 # Called with the index of a token in its chunk, the next token, and the logits for that token, which are
 # valid until it returns. Its result is kept.
 Value = Callable[[int, int, LogitsRow], float | tuple[float, ...]]
+
+
+class Uncertain(NamedTuple):
+    """A value and its standard error."""
+
+    value: float
+    stderr: float
 
 
 @dataclass(frozen=True)
@@ -98,16 +105,16 @@ class Perplexity(Chunked):
     @property
     def value(self) -> float:
         """The perplexity: exp of the mean loss; NaN without a token, infinite if it overflows."""
-        return exp(float(np.mean(np.concatenate(self.rows)))) if self.rows else math.nan
+        return self._estimate.value
 
     @property
     def stderr(self) -> float:
         """The standard error of ``value``, as in llama-perplexity: ``value`` x that of the mean loss."""
-        if self.n_tokens < 2:
-            return math.nan
-        losses = np.concatenate(self.rows)
-        variance = float(np.mean(losses**2) - np.mean(losses) ** 2)
-        return self.value * math.sqrt(max(0.0, variance) / (len(losses) - 1))
+        return self._estimate.stderr
+
+    @property
+    def _estimate(self) -> Uncertain:
+        return exp(mean(np.concatenate(self.rows) if self.rows else np.empty(0)))
 
 
 def perplexity(
@@ -186,9 +193,20 @@ def with_bos(model: Model, chunks: Sequence[list[int]]) -> Sequence[list[int]]:
     return [[*begin, *chunk[1:]] for chunk in chunks] if begin == [model.bos] else chunks
 
 
-def exp(value: float) -> float:
-    """Return e to the power ``value``; infinite if it overflows."""
+def mean(values: Floats) -> Uncertain:
+    """Return the mean; NaN without a value, and its error is NaN with fewer than two."""
+    n = len(values)
+    if not n:
+        return Uncertain(math.nan, math.nan)
+    average = float(values.mean())
+    variance = max(0.0, float(np.mean(values**2)) - average**2)
+    return Uncertain(average, math.sqrt(variance / (n - 1)) if n > 1 else math.nan)
+
+
+def exp(log: Uncertain) -> Uncertain:
+    """Return e to the power ``log``; infinite if it overflows."""
     try:
-        return math.exp(value)
+        value = math.exp(log.value)
     except OverflowError:
-        return math.inf
+        value = math.inf
+    return Uncertain(value, value * log.stderr)

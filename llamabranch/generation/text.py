@@ -18,10 +18,11 @@ from threading import get_ident
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import function
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..context.progress import OnPromptProgress, reading
-from ..context.runner import Batch, decode_run
+from ..context.progress import OnPromptProgress, Reading
+from ..context.runner import decode_run
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
 from ..model.tree import TextNode
@@ -416,8 +417,19 @@ class Text(TextNode):
 
         If that fails, the cache is as before. ``report`` is called after each decode.
         """
-        on_read = reading(report, len(self.tokens), len(tokens))
-        return decode_run(self._decoder, tokens, self.seq_id, "last", on_read)[-1]
+        if report is None:
+            return decode_run(self._decoder, tokens, self.seq_id, "last")[-1]
+        function("on_prompt_progress", report)
+        n, last = len(self.tokens), list[LogitsRow]()
+        reading = Reading(n, n + len(tokens))
+        report(reading.progress(n))
+
+        def read(n_decoded: int, rows: list[LogitsRow]) -> None:
+            last[:] = rows
+            report(reading.progress(n + n_decoded))
+
+        decode_run(self._decoder, tokens, self.seq_id, "last", read)
+        return last[0]
 
     def read(
         self,
@@ -577,15 +589,13 @@ class Text(TextNode):
         last: list[LogitsRow] = []
         kept: list[npt.NDArray[np.float32]] = []
 
-        def read(first: int, rows: list[LogitsRow]) -> None:
-            for row, token in zip(rows, tokens[first + 1 : first + len(rows) + 1], strict=False):
+        def read(n: int, rows: list[LogitsRow]) -> None:
+            for row, token in zip(rows, tokens[n - len(rows) + 1 : n + 1], strict=False):
                 surprisals.append(-row.logprob(token) if scored else math.nan)
             kept.extend(row.array.copy() for row in rows if keeps_all)
             last[:] = rows[-1:]
 
-        batch = Batch()
-        batch.add(self.seq_id, tokens, "all")
-        self._decoder.decode(batch, read=read)
+        decode_run(self._decoder, tokens, self.seq_id, "all", read)
         with self.undone_on_error():
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)
@@ -593,8 +603,20 @@ class Text(TextNode):
             self.set_row(last[0])
         return kept or [last[0].array.copy()]
 
-    def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append decoded tokens without surprisals. ``row``: the logits after them, or None."""
+    def append_unscored(
+        self, tokens: Sequence[int], row: LogitsRow | None, n_read: int = 0
+    ) -> None:
+        """Append decoded tokens without surprisals.
+
+        Args:
+            tokens: the first ``n_read`` of them were read, the others count as generated.
+            row: the logits after them, or None.
+        """
+        if n_read > 0:
+            self.append_prompt(tokens[:n_read], row if len(tokens) <= n_read else None)
+            tokens = tokens[n_read:]
+            if not tokens:
+                return
         n = len(self.tokens)
         try:
             if not self.sampler.is_stateless:
@@ -610,8 +632,8 @@ class Text(TextNode):
             self.forget(n)
             raise
 
-    def decode_unscored(self, tokens: Sequence[int]) -> None:
-        """Decode ``tokens`` and append them without surprisals, in as few decodes as possible.
+    def decode_unscored(self, tokens: Sequence[int], n_read: int = 0) -> None:
+        """Decode ``tokens`` and append them as ``append_unscored`` does, in as few decodes as possible.
 
         For drafters, whose sequence follows the target's. Takes the lock and checks the sequence.
         """
@@ -625,7 +647,7 @@ class Text(TextNode):
                 row = self._decoder.advance(self.seq_id, tokens[0])
             else:
                 row = self.decode_run(tokens)
-            self.append_unscored(tokens, row)
+            self.append_unscored(tokens, row, n_read)
 
     def share_prefix(self, source: Text, n: int) -> None:
         """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
@@ -648,10 +670,7 @@ class Text(TextNode):
         with self.lock:
             n = self.n_cached or prefixes.take(self.seq_id, tokens)
             if n:
-                n_prompt = n if n_prompt is None else min(n, n_prompt)
-                self.append_prompt(tokens[:n_prompt], None)
-                if n > n_prompt:
-                    self.append_unscored(tokens[n_prompt:n], None)
+                self.append_unscored(tokens[:n], None, n if n_prompt is None else n_prompt)
             return n
 
     def keep_cached(self, *, is_last: bool = False) -> None:

@@ -13,7 +13,7 @@ from ..serve.errors import HttpError
 from .document import Bar, Change, Document, Made, Node, Record, Tokens, Turn, Undo, decoded
 from .live import PageJob
 from .loom import Do, Loom, text_grammar
-from .turns import Talk, Written, beginning, messages_of, write
+from .turns import Talk, Written, beginning, common, messages_of, write
 
 _MOST_ANSWERS = 1000
 Answer = dict[str, object]
@@ -103,17 +103,9 @@ def _same_tokens(
 
     The kept tokens are whole characters. With ``special`` a control token's name stands for it.
     """
-    rest = [text.encode()]
-    for token in ids:
-        piece = document.bytes_of([token])
-        if not piece:
-            piece = document.written([token]).encode() if special else b""
-        if not piece or not rest[-1].startswith(piece):
-            break
-        rest.append(rest[-1][len(piece) :])
-    while len(rest) > 1 and 0x80 <= (rest[-1] or b" ")[0] < 0xC0:  # inside of a character
-        rest.pop()
-    return len(rest) - 1, rest[-1].decode("utf-8", "replace")
+    words = [document.bytes_of([token], names=special) or b"\xff" for token in ids]
+    n, n_characters = common(words, [character.encode() for character in text])[-1]
+    return n, text[n_characters:]
 
 
 async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -218,12 +210,9 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     await loom.request(Node(record, node), do.max_tokens)
     records = loom.plain(record.id, [do.token], "k")
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
-        top = [*zip(decoded(owner.top[i]), range(1, 99), strict=False)]
-        for numbers in ((p, rank) for (token, p), rank in top if token == do.token):
-            tokens = records[-1]
-            if isinstance(tokens, Tokens):
-                tokens.lp, tokens.rk = [numbers[0]], [numbers[1]]
-                tokens.h, tokens.top = [owner.h[i]], [owner.top[i]]
+        for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
+            if token == do.token and isinstance(taken := records[-1], Tokens):
+                taken.lp, taken.rk, taken.h, taken.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
     (new,) = loom.make([record, *records], do.cid)
     if new.lp[0] is None:
         loom.start_scoring(new)

@@ -196,7 +196,7 @@ def write(
     if answer:
         full += model.tokenize(answer, add_special=False, parse_special=True)
     words = [_word(model, token) for token in full]
-    places = _common([_word(model, token) for token in before], words)
+    places = common([_word(model, token) for token in before], words)
     at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
     stays = 0  # turns that end before the fork
@@ -291,7 +291,7 @@ def _word(model: Model, token: int) -> bytes:
     return model.piece(token) or _CONTROL + str(token).encode() + _CONTROL
 
 
-def _common(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
+def common(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
     """Return pairs (i, j) for which ``a[:i]`` and ``b[:j]`` are the same bytes and whole characters."""
     pairs, i, j = [(0, 0)], 0, 0
     left, right = b"", b""

@@ -16,6 +16,7 @@ _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # the beginnings of scalars
+_BEGUN = re.compile(r"[\d.eE+-]+|\w{1,5}")  # a word or a number that may go on
 _BARE_KEY = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _NAME = re.compile(r"[\w.\-/:]+")
 _LITERALS = {
@@ -74,17 +75,11 @@ class Known:
         """Return whether there is a function of this name."""
         return bool(name) if self.schemas is None else name in self.schemas
 
-    def properties(self, name: str) -> Mapping[str, object] | None:
-        """Return the schemas of a function's arguments by name; None if they are not known."""
-        schema = (self.schemas or {}).get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else None
 
-    def is_text(self, name: str, key: str) -> bool | None:
-        """Return whether an argument is a string; None if its schema does not say."""
-        return is_text_schema(
-            (self.properties(name) or {}).get(key), (self.schemas or {}).get(name)
-        )
+def properties_of(schema: object) -> Mapping[str, object]:
+    """Return the schemas of an object's properties, as far as they are known."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
@@ -328,23 +323,31 @@ class Values:
                 raise Incomplete
         if text[at] in "{[":
             return self._read_many(cursor, depth)
-        word, number = _WORD.match(text, at), _NUMBER.match(text, at)
-        match = word or number
-        if match is None or (word and word[0] not in _LITERALS):
-            if not cursor.last and (
-                text[at:] == "-" or (word and word.end() == len(text) and len(word[0]) < 6)
-            ):
-                raise Incomplete
-            raise Mismatch
-        if not cursor.last and (match.end() == len(text) or _CUT.fullmatch(text, at)):
+        if not cursor.last and _BEGUN.fullmatch(text, at):
             raise Incomplete
-        cursor.at = match.end()
-        if word:
+        word, number = _WORD.match(text, at), _NUMBER.match(text, at)
+        if word and word[0] in _LITERALS:
+            cursor.at = word.end()
             return _LITERALS[word[0]]
+        if number is None:
+            raise Mismatch
+        cursor.at = number.end()
         try:
-            value: object = json.loads(match[0])
+            value: object = json.loads(number[0])
         except ValueError:  # more digits than Python converts
             raise Mismatch from None
+        return value
+
+    def read_all(self, text: str) -> object:
+        """Return the value that a whole text is, but for white space around it.
+
+        Raises:
+            Mismatch: it is not a value, or more than one.
+        """
+        cursor = Cursor(text.strip())
+        value = self.read(cursor)
+        if cursor.at < len(cursor.text):
+            raise Mismatch
         return value
 
     def _read_text(self, cursor: Cursor, quote: str) -> str:
@@ -364,15 +367,10 @@ class Values:
         cursor.at += 1
         items: list[object] = []
         pairs: dict[str, object] = {}
-        cursor.space()
-        is_first = True
-        while not cursor.tries(closing):
-            if not is_first:
-                cursor.literal(",")
-                cursor.space()
-                if cursor.tries(closing):
-                    break
-            is_first = False
+        while True:
+            cursor.space()
+            if cursor.tries(closing):
+                break
             if opening == "[":
                 items.append(self.read(cursor, depth + 1))
             else:
@@ -381,6 +379,9 @@ class Values:
                 cursor.literal(":")
                 pairs[key] = self.read(cursor, depth + 1)
             cursor.space()
+            if not cursor.tries(","):
+                cursor.literal(closing)
+                break
         return pairs if opening == "{" else items
 
     def _key(self, cursor: Cursor) -> str:
@@ -403,8 +404,13 @@ class Values:
             raise Mismatch
         a, b, c, d = self.tags
         kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if kind in ("object", "array") and not text.strip():
+            return {} if kind == "object" else []
         if a.strip() not in text or kind == "string":
-            return _scalar(text, kind)
+            try:
+                return text if kind == "string" else self.read_all(text)
+            except Mismatch:
+                return text
         pairs: list[tuple[str, object]] = []
         cursor = Cursor(text)
         cursor.space()
@@ -456,25 +462,9 @@ def _closing(text: str, at: int, opening: str, closing: str) -> int:
 
 
 def _inner(schema: object, key: str, is_item: bool) -> object:
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
+    if key in (properties := properties_of(schema)):
         return properties[key]
-    return schema.get("items") if is_item else None
-
-
-def _scalar(text: str, kind: object) -> object:
-    """Return the value of a text without tags; it is a string unless it is JSON or the schema says so."""
-    if kind == "string":
-        return text
-    if kind in ("object", "array") and not text.strip():
-        return {} if kind == "object" else []
-    try:
-        value, end = json_end(text.strip(), 0, last=True)
-    except Mismatch:
-        return _LITERALS.get(text.strip(), text)
-    return text if end != len(text.strip()) else value
+    return schema.get("items") if is_item and isinstance(schema, Mapping) else None
 
 
 # -- the arguments in tags -------------------------------------------------------------------------
@@ -515,7 +505,6 @@ class ArgumentTags:
         separator: between two arguments.
         values: how values other than plain text are written.
         start, end: around all arguments, if there are any.
-        wrap: around strings that have several lines or XML characters, such as ``<![CDATA[`` and ``]]>``.
     """
 
     text: Around | None
@@ -524,7 +513,6 @@ class ArgumentTags:
     values: Values = field(default_factory=Values)
     start: str = ""
     end: str = ""
-    wrap: tuple[str, str] = ("", "")
 
     @cached_property
     def arounds(self) -> tuple[Around, ...]:
@@ -546,8 +534,6 @@ class ArgumentTags:
             around = self.around(value)
             is_plain = isinstance(value, str) and self.text is not None
             text = str(value) if is_plain else self.values.write(value)
-            if is_plain and self.wrap[0] and re.search("[\n<>&]", text):
-                text = self.wrap[0] + text + self.wrap[1]
             parts.append(around.before + key + around.between + text + around.closing(key))
         return self.start + self.separator.join(parts) + self.end if parts else ""
 
@@ -556,8 +542,10 @@ class ArgumentTags:
         """Whether values end by themselves, as in Python, and not at a tag."""
         return not any("".join(map(str, around.after)).strip() for around in self.others.values())
 
-    def read(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> dict[str, object]:
+    def read(self, cursor: Cursor, schema: object, rest: Rest) -> dict[str, object]:
         """Return the arguments at a cursor, up to ``rest``, which is not read.
+
+        ``schema``: of the function's arguments.
 
         Raises:
             Mismatch, Incomplete: the text has no arguments here, or more of it is needed.
@@ -567,7 +555,7 @@ class ArgumentTags:
             if self.start:
                 cursor.literal(self.start)
             while True:
-                key, value = self._one(cursor, known, name, rest)
+                key, value = self._one(cursor, schema, rest)
                 if key in found:
                     raise Mismatch
                 found[key] = value
@@ -598,7 +586,7 @@ class ArgumentTags:
         finally:
             cursor.at = at
 
-    def _one(self, cursor: Cursor, known: Known, name: str, rest: Rest) -> tuple[str, object]:
+    def _one(self, cursor: Cursor, schema: object, rest: Rest) -> tuple[str, object]:
         """Return an argument's name and value."""
         start = cursor.at
         for around in self.arounds:
@@ -606,86 +594,66 @@ class ArgumentTags:
             try:
                 cursor.space()
                 cursor.literal(around.before)
-                key = self._key(cursor, around, known, name)
-                return key, self._value(cursor, around, key, known, name, rest)
+                key = self._key(cursor, around, schema)
+                return key, self._value(cursor, around, key, schema, rest)
             except Mismatch:
                 continue
         raise Mismatch
 
-    def _key(self, cursor: Cursor, around: Around, known: Known, name: str) -> str:
+    def _key(self, cursor: Cursor, around: Around, schema: object) -> str:
         between = around.between
-        properties = known.properties(name)
-        for key in sorted(properties or (), key=len, reverse=True):
+        for key in sorted(properties_of(schema), key=len, reverse=True):
             at = cursor.at
             try:
                 cursor.literal(key)
                 if cursor.tries(between.rstrip()):
-                    self._skip_tail(cursor, between)
-                    return key
+                    break
             except Mismatch:
                 pass
             cursor.at = at
-        if not between.strip():
-            word = _WORD.match(cursor.text, cursor.at)
-            if word is None:
-                raise cursor.need()
-            cursor.at = word.end()
-            return word[0]
-        # All of `between`, because it may contain quotes that mark a string.
-        key = cursor.before(between).strip()
-        if not key or "\n" in key:
-            raise Mismatch
-        if not around.before.strip() and not _BARE_KEY.fullmatch(key):
-            raise Mismatch  # one cannot tell where it begins
-        cursor.literal(between.rstrip())
-        self._skip_tail(cursor, between)
+        else:
+            if not between.strip():
+                word = _WORD.match(cursor.text, cursor.at)
+                if word is None:
+                    raise cursor.need()
+                cursor.at = word.end()
+                return word[0]
+            # All of `between`, because it may contain quotes that mark a string.
+            key = cursor.before(between).strip()
+            if not key or "\n" in key:
+                raise Mismatch
+            if not around.before.strip() and not _BARE_KEY.fullmatch(key):
+                raise Mismatch  # one cannot tell where it begins
+            cursor.literal(between.rstrip())
+        # White space at the end of a literal is read, but not white space of a value.
+        tail = between[len(between.rstrip()) :]
+        if cursor.text.startswith(tail, cursor.at):
+            cursor.at += len(tail)
+        elif not cursor.last and tail.startswith(cursor.text[cursor.at :]):
+            raise Incomplete
         return key
 
-    @staticmethod
-    def _skip_tail(cursor: Cursor, literal: str) -> None:
-        """Read the white space at the end of a literal, but not white space of a value."""
-        tail = literal[len(literal.rstrip()) :]
-        if tail and cursor.text.startswith(tail, cursor.at):
-            cursor.at += len(tail)
-        elif tail and not cursor.last and tail.startswith(cursor.text[cursor.at :]):
-            raise Incomplete
-
     def _value(
-        self,
-        cursor: Cursor,
-        around: Around,
-        key: str,
-        known: Known,
-        name: str,
-        rest: Rest,
+        self, cursor: Cursor, around: Around, key: str, schema: object, rest: Rest
     ) -> object:
         is_text, is_other = around == self.text, around in self.others.values()
         after = around.closing(key)
         if not after.strip():
             return self.values.read(cursor)
-        opening, closing = self.wrap
-        if opening and is_text and cursor.tries(opening):
-            return self._raw(cursor, closing + after, rest)
         text = self._raw(cursor, after, rest)
-        schema = (known.properties(name) or {}).get(key)
-        if is_text and (not is_other or known.is_text(name, key)):
+        own = properties_of(schema).get(key)
+        if is_text and (not is_other or is_text_schema(own, schema)):
             return text
         if self.values.tags:
-            return self.values.read_tagged(text, schema)
-        inner = Cursor(text.strip())
+            return self.values.read_tagged(text, own)
         try:
-            value = self.values.read(inner)
-            inner.space()
-            is_whole = inner.at == len(inner.text)
+            value = self.values.read_all(text)
         except Mismatch:
-            is_whole = False
-        if not is_whole:
             if not is_text:
-                raise Mismatch
+                raise
             return text
-        if is_text and isinstance(value, str):
-            return text  # strings are written without quotes, so these belong to the value
-        return value
+        # Strings are written without quotes, so these belong to the value.
+        return text if is_text and isinstance(value, str) else value
 
     def _raw(self, cursor: Cursor, after: str, rest: Rest) -> str:
         """Read up to and including ``after``, and return the text before it.
@@ -916,12 +884,9 @@ class CallForm:
             call_id: object = ""
         else:
             name = _at(value, self.name_path)
-            arguments = _at(value, self.arguments_path, _missing)
-            if arguments is _missing:
-                other = {"arguments": "parameters", "parameters": "arguments"}
-                last = self.arguments_path[-1]
-                path = (*self.arguments_path[:-1], other.get(last, last))
-                arguments = _at(value, path, _missing)
+            *outer, last = self.arguments_path
+            other = {"arguments": "parameters", "parameters": "arguments"}.get(last, last)
+            arguments = _at(value, self.arguments_path, _at(value, (*outer, other), _missing))
             call_id = _at(value, self.id_path, "") if self.id_path else ""
         if not isinstance(name, str) or not known.takes(name):
             raise Mismatch
@@ -933,7 +898,8 @@ class CallForm:
         if self.tags is None:
             arguments = arguments_of(cursor.json(), known, name)
         else:
-            arguments = self.tags.read(cursor, known, name, self._rest(at))
+            schema = (known.schemas or {}).get(name)
+            arguments = self.tags.read(cursor, schema, self._rest(at))
         after = range(at + 1, len(self.unit))
         name, call_id = self._read_parts(cursor, known, after, name, call_id)
         if not known.takes(name):
@@ -970,26 +936,22 @@ class CallForm:
 
     def _name_of_id(self, text: str, known: Known) -> str:
         before, after = self.name_in_id or ("", "")
-        name = text.strip().removeprefix(before)
-        match = re.fullmatch(rf"(.*?)(?:{re.escape(after)}\d+)?", name, re.DOTALL)
-        name = match[1] if match else name
+        name = re.sub(rf"{re.escape(after)}\d+\Z", "", text.strip().removeprefix(before))
         if not known.takes(name):
             raise Mismatch
         return name
 
     def _read_name(self, cursor: Cursor, known: Known, after: str) -> str:
         """Return the name of a function; the text after it is not read."""
-        names: Collection[str] = known.schemas if known.schemas is not None else ()
-        fits, is_cut = [], False
-        for name in names:
-            piece = cursor.text[cursor.at : cursor.at + len(name)]
-            if piece == name:
-                fits.append(name)
-            is_cut = is_cut or (name.startswith(piece) and len(piece) < len(name))
-        if is_cut and not cursor.last and cursor.at + max(map(len, names)) > len(cursor.text):
+        text, start = cursor.text, cursor.at
+        names: Collection[str] = known.schemas or ()
+        if not cursor.last and any(
+            len(text) - start < len(name) and name.startswith(text[start:]) for name in names
+        ):
             raise Incomplete
-        start = cursor.at
-        for name in sorted(fits, key=len, reverse=True):
+        for name in sorted(names, key=len, reverse=True):
+            if not text.startswith(name, start):
+                continue
             cursor.at = start + len(name)
             probe = Cursor(cursor.text, cursor.at, last=cursor.last)
             if not after and _NAME.match(cursor.text, cursor.at):

@@ -220,21 +220,13 @@ class Model:
         """
         return fingerprint(self.files, self._loaded)
 
-    @cached_property
-    def quick_key(self) -> str:
-        """SHA-256 (hex) over the size of the file, its first and its last MiB.
-
-        It was the fingerprint before 0.4. Files that differ only in the middle have the same key.
-        """
-        return quick_key(self.path)
-
     def is_of(self, saved: str) -> bool:
         """Return whether a saved fingerprint is this model's, also one that was saved before 0.4.
 
         Raises:
             UsageError: as ``fingerprint``.
         """
-        return saved in (self.fingerprint, self.quick_key)
+        return saved in (self.fingerprint, quick_key(self.path))
 
     # -- vocabulary --------------------------------------------------------------------------------
 

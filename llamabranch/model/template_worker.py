@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["main"]
-
 _LONGEST = 1 << 24  # characters of a rendered text: more tokens than any context has
 
 

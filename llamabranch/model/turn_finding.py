@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..errors import UnsupportedError
 from .call_form import ArgumentTags, Around, CallForm, Mismatch, Part, Slot, Values, json_end
@@ -22,7 +24,6 @@ _NAME, _OTHER = "zqfind", "zqseek"
 _KEY, _KEY2, _VALUE, _VALUE2 = "kxone", "kxtwo", "Vztext", "Wzmore"
 _IDS = ("zqid00001", "zqid00002")
 _RAW = "Vz'a\"b\\c"
-_LINES = "Vzl\n<&m"
 _NESTED = {"kxb": [17, "Vzs", True, {"kxd": 2.5}], "kxe": "Vzt"}
 _OTHERS: dict[str, object] = {
     "number": 4711, "bool": True, "null": None, "object": _NESTED, "list": [7, "Vzs"],
@@ -116,28 +117,27 @@ _BLOCKS: tuple[object, ...] = (  # other forms of a thought in a message
 )
 _SINGLE: dict[str, dict[str, object]] = {
     "none": {}, "one": {_KEY: _VALUE}, "two": {_KEY: _VALUE, _KEY2: _VALUE2}, "raw": {_KEY: _RAW},
-    "lines": {_KEY: _LINES},
     **{kind: {_KEY: value} for kind, value in _OTHERS.items()},
 }  # fmt: skip
 
 
-def _answers(as_text: bool) -> dict[str, list[dict[str, object]]]:
-    """Return the messages of answers with calls, by purpose."""
+def _answers(as_text: bool, tools: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """Return the template's variables for answers with calls, by purpose."""
 
-    def called(
-        *calls: tuple[str, object], content: object = "", **more: object
-    ) -> list[dict[str, object]]:
+    def called(*calls: tuple[str, object], **more: object) -> list[dict[str, object]]:
         written = [
             _call(name, json.dumps(a, ensure_ascii=False) if as_text else a, call_id)
             for (name, a), call_id in zip(calls, _IDS, strict=False)
         ]
-        return [*_ASKED, {"role": "assistant", "content": content, "tool_calls": written, **more}]
+        return [*_ASKED, {"role": "assistant", "content": "", "tool_calls": written, **more}]
 
     answers = {kind: called((_NAME, arguments)) for kind, arguments in _SINGLE.items()}
     answers["pair"] = called((_NAME, _SINGLE["one"]), (_OTHER, _SINGLE["one"]))
     answers["thought"] = called((_NAME, _SINGLE["one"]), **_THOUGHTS)
-    answers["no content"] = called((_NAME, _SINGLE["one"]), content=None)
-    return answers
+    answers["long"] = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
+    result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
+    answers["tool"] = [*answers["one"], {**result}]
+    return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
 
 
 class _Renderings:
@@ -150,20 +150,16 @@ class _Renderings:
         self.names: list[str] = []
 
     def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
-        """Render these variables and keep the results."""
+        """Render these variables and keep the results, in place of earlier ones."""
         names, replies = self.template.render_many(list(probes.values()))
         self.names = names
         for key, reply in zip(probes, replies, strict=True):
+            self.texts.pop(key, None)
+            self.faults.pop(key, None)
             if "text" in reply:
                 self.texts[key] = reply["text"]
             else:
                 self.faults[key] = next(iter(reply.values()), "it failed")
-
-    def replace(self, other: _Renderings) -> None:
-        """Use the renderings of another object instead of its own."""
-        keys = {*other.texts, *other.faults}
-        self.texts = {k: t for k, t in self.texts.items() if k not in keys} | other.texts
-        self.faults = {k: f for k, f in self.faults.items() if k not in keys} | other.faults
 
     def tail(self, key: str) -> str | None:
         """Return the text of a rendering after the user's message."""
@@ -179,7 +175,6 @@ def find_parts(template: ChatTemplate) -> TurnParts:
     Raises:
         UnsupportedError: the template is not valid Jinja, or took too much time or memory.
     """
-    seen = _Renderings(template)
     tools = {"tools": _TOOLS, "functions": json.dumps([t["function"] for t in _TOOLS])}
     answer = {"role": "assistant", "content": _CONTENT}
     prompt = {"messages": _ASKED, "add_generation_prompt": True}
@@ -194,19 +189,18 @@ def find_parts(template: ChatTemplate) -> TurnParts:
             "messages": [{"role": "developer", "content": "Dez zrole"}, *_ASKED],
         },
     }
-    seen.add(probes | _with_tools(_answers(as_text=False), tools))
-    for _ in range(4):  # it may need variables that other templates do not have
+    probes |= _answers(False, tools)
+    for _ in range(5):
+        seen = _Renderings(template)
+        seen.add(probes)
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
             break
-        value = tools["functions"] if re.search("function|tool", lacks[1]) else ""
-        template = template.with_variables({lacks[1]: str(value)})
-        seen = _Renderings(template)
-        seen.add(probes | _with_tools(_answers(as_text=False), tools))
+        # It needs a variable that other templates do not have.
+        template = template.with_variables({lacks[1]: ""})
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
     as_text = _needs_text(seen, tools)
-    answers = _answers(as_text)
     switches = tuple(n for n in seen.names if re.search(r"think|reason", n) and "effort" not in n)
     more: dict[str, Mapping[str, object]] = {
         f"{name} {state}": {**prompt, name: state} for name in switches for state in (True, False)
@@ -221,19 +215,8 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         content = f"{_THOUGHT}{literal}{_CONTENT}"
         earlier = {**answer, "content": content}
         more[f"split {i}"] = {"messages": [*_ASKED, earlier, *_ASKED, _FINE, *_ASKED]}
-        more[f"last split {i}"] = {"messages": [*_ASKED, earlier]}
-    result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
-    more["result"] = {**prompt, **tools, "messages": [*answers["one"], result]}
-    long = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
-    more["long"] = {"messages": long, **tools}
     seen.add(more)
     return _Finder(seen, switches, as_text=as_text).found()
-
-
-def _with_tools(
-    answers: Mapping[str, object], tools: Mapping[str, object]
-) -> dict[str, Mapping[str, object]]:
-    return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
 
 
 def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
@@ -249,12 +232,12 @@ def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
     is_python = "{'" in (single or "")  # Python's text of a dict
     if is_called(single) and not is_python:
         return False
-    as_texts = _Renderings(seen.template)
-    as_texts.add(_with_tools(_answers(as_text=True), tools))
-    text = as_texts.tail("one")
+    before = seen.texts.copy(), seen.faults.copy()
+    seen.add(_answers(True, tools))
+    text = seen.tail("one")
     if text is None or ("{'" in text if is_called(single) else not is_called(text)):
+        seen.texts, seen.faults = before
         return False
-    seen.replace(as_texts)
     return True
 
 
@@ -276,21 +259,14 @@ class _Finder:
             why = seen.faults.get("prompt") or "it does not write the user's message"
             self._reasons.append(f"the template does not render a question: {why}")
         self._header = self._find_header()
-        parts = self._with_ends(TurnParts(header=self._header))
-        parts = self._with_thoughts(parts)
+        parts = self._with_thoughts(TurnParts(header=self._header))
         parts = self._with_content(parts)
         parts = self._with_calls(parts)
-        roles = {
-            role
-            for role, needle in (("system", "Syz zrole"), ("developer", "Dez zrole"))
-            if needle in seen.texts.get(role, "")
-        }
-        if "Rez zresult" in seen.texts.get("result", ""):
-            roles.add("tool")
-        with_tools = seen.texts.get("tools prompt", "")
+        needles = {"system": "Syz zrole", "developer": "Dez zrole", "tool": "Rez zresult"}
+        roles = (role for role, text in needles.items() if text in seen.texts.get(role, ""))
         return replace(
             parts,
-            takes_tools=_NAME in with_tools,
+            takes_tools=_NAME in seen.texts.get("tools prompt", ""),
             arguments_as_text=self._as_text,
             takes_thoughts=self._takes_thoughts(parts),
             short_ids="long" in seen.faults and "one" in seen.texts,
@@ -312,30 +288,30 @@ class _Finder:
         """Return the common beginning of all turns, after the user's text."""
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
         keys += ["one", "thought", "thoughtful True"]
-        tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None]
-        if not tails:
-            return ""
-        header = _common(tails)
+        header = self._common(keys)
         if not header.strip():  # a switch may write into the user's message
-            tails = [t for key in keys[:4] if (t := self._seen.tail(key)) is not None]
-            header = _common(tails)
-        header = _whole_tags(header, brackets=True)
-        prompts = [t for key in keys if "prompt" in key and (t := self._seen.tail(key)) is not None]
-        rests = [text[text.find(header) + len(header) :] for text in prompts if header in text]
-        if sum(rest[:1].isalnum() for rest in rests) and len(set(rests)) > 1:
+            header = self._common(keys[:4])
+        header = _whole_tags(header)
+        rests = self._after(header).values()
+        if any(rest[:1].isalnum() for rest in rests) and len(set(rests)) > 1:
             joints = [match.end() for match in _JOINT.finditer(header)]
             header = header[: joints[-1]] if joints else header
         return header
 
-    def _with_ends(self, parts: TurnParts) -> TurnParts:
-        answer = self._seen.tail("answer")
-        if answer is None or _CONTENT not in answer:
-            return parts
-        end = answer[answer.rindex(_CONTENT) + len(_CONTENT) :]
-        prompt = self._seen.tail("prompt") or ""
-        if prompt.strip() and end.endswith(prompt):  # it always ends with a generation prompt
-            end = end[: -len(prompt)]
-        return replace(parts, turn_end=end)
+    def _common(self, keys: Sequence[str]) -> str:
+        """Return the common beginning of what renderings have after the user's message."""
+        tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None] or [""]
+        first, last = min(tails), max(tails)
+        return first[: n_common(first, last)]
+
+    def _after(self, header: str) -> dict[str, str]:
+        """Return what generation prompts have after the header, by purpose."""
+        tails = {key: self._seen.tail(key) for key in ("prompt", "prompt True", "prompt False")}
+        return {
+            key: tail[tail.find(header) + len(header) :]
+            for key, tail in tails.items()
+            if tail is not None and header in tail
+        }
 
     def _strip_end(self, text: str, end: str) -> str:
         """Return the content of a turn without its end."""
@@ -352,44 +328,32 @@ class _Finder:
 
     def _with_thoughts(self, parts: TurnParts) -> TurnParts:
         seen, header = self._seen, self._header
-        rests = {
-            key: tail[tail.find(header) + len(header) :]
-            for key in ("prompt", "prompt True", "prompt False")
-            if (tail := seen.tail(key)) is not None and header in tail
-        }
-        start = end = None
+        rests = self._after(header)
+        tags: tuple[str, str] | None = None
         opening = closing = ""
         keys = ["thoughtful", "thoughtful True", "thought"]
         keys += [f"blocks {i}" for i in range(len(_BLOCKS))]
         for key in keys:
             tail = seen.tail(key)
-            if tail is None or _THOUGHT not in tail:
+            if tail is None or _THOUGHT not in tail or not tail.startswith(header):
                 continue
             if key.startswith("blocks") and re.search(rf"['\"]\s*:\s*['\"]{_THOUGHT}", tail):
                 continue  # the template writes a block of an unknown kind as Python text
-            at = tail.index(_THOUGHT)
-            if not tail.startswith(header):
-                continue
-            opening, rest = tail[len(header) : at], tail[at + len(_THOUGHT) :]
-            until = [i for word in (_CONTENT, _NAME, _IDS[0]) if (i := rest.find(word)) >= 0]
-            rest = rest[: min(until)] if until else rest
-            closing = _JOINT.split(rest.rstrip() if until else rest, maxsplit=1)[0]
+            opening, _, rest = tail[len(header) :].partition(_THOUGHT)
+            rest = re.split(f"{_CONTENT}|{_NAME}|{_IDS[0]}", rest, maxsplit=1)[0]
+            joint = _JOINT.search(rest)
+            closing = rest[: joint.end()] if joint else rest
             if not opening.strip():
                 opening = next((r for r in rests.values() if r.strip()), opening)
             if closing.strip():
-                start, end = opening.strip(), closing.strip()
-                joint = _JOINT.search(rest)
-                closing = rest[: joint.end()] if joint else rest
+                tags = opening.strip(), closing.strip()
                 break
-        if end is None:
-            start, end = self._from_prompts(rests)
-        if end is None:
-            start, end = self._from_content(rests)
-        if end is None:
-            start, end = self._from_words()
-        if end is None or start is None:
+        tags = tags or self._from_prompts(rests) or self._from_content(rests) or self._from_words()
+        if tags is None:
             return parts
-        last = _last_tag(header)
+        start, end = tags
+        tag = re.search(r"[<\[][^<\[\s]*[>\]]$", header.rstrip())
+        last = tag[0] if tag else ""
         if last and last != end and _words(last) == _words(end) != set() and "/" not in last:
             # All renderings begin a thought, so its tag is not part of the header.
             cut = header.rindex(last)
@@ -412,25 +376,20 @@ class _Finder:
             thought_close=closing or end,
         )  # fmt: skip
 
-    def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
+    def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the tags from two generation prompts: one ends inside a thought, the other after it."""
         texts = sorted({rest.strip() for rest in rests.values()} - {""}, key=len)
         for text in texts:
             pieces = [piece.strip() for piece in _JOINT.split(text)]
             if len(pieces) == 2 and _words(pieces[0]) == _words(pieces[1]) != set():
                 return pieces[0], pieces[1]
-        for shorter in texts:
-            for longer in texts:
-                more = longer[len(shorter) :].strip() if longer.startswith(shorter) else ""
-                if more and _words(more) == _words(shorter):
-                    return shorter, more
-        return None, None
+        return None
 
-    def _from_content(self, rests: Mapping[str, str]) -> tuple[str | None, str | None]:
+    def _from_content(self, rests: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the tags of a thought that the template removes from an answer's content."""
         for i, end in enumerate(_closers(self._seen.template)):
-            texts = [self._seen.texts.get(f"{key} {i}", "") for key in ("split", "last split")]
-            if any(_CONTENT in t and (_THOUGHT not in t or end not in t) for t in texts):
+            text = self._seen.texts.get(f"split {i}", "")
+            if _CONTENT in text and (_THOUGHT not in text or end not in text):
                 return end.replace("/", "", 1), end
         for rest in rests.values():
             start = rest.strip()
@@ -438,58 +397,53 @@ class _Finder:
                 return start, f"</{start[1:]}"
         if any("/" in rest for rest in rests.values()):
             self._reasons.append("the generation prompt closes a thought that nothing opens")
-        return None, None
+        return None
 
-    def _from_words(self) -> tuple[str | None, str | None]:
+    def _from_words(self) -> tuple[str, str] | None:
         """Return the tags that the system message names when thoughts are switched on."""
         on, off = (self._seen.texts.get(f"prompt {state}", "") for state in (True, False))
         n = n_common(on, off)
         match = re.search(r"(<[\w:|]+>)\s*(</[\w:|]+>)", on[n:])
         if match and "</" not in off[n : n + 200] and _words(match[1]) == _words(match[2]):
             return match[1], match[2]
-        return None, None
+        return None
 
     # -- content -----------------------------------------------------------------------------------
 
     def _with_content(self, parts: TurnParts) -> TurnParts:
-        answer = self._seen.tail("answer")
-        if answer is None or _CONTENT not in answer:
+        """Add the texts around the content of an answer, and after the answer."""
+        before, found, end = (self._seen.tail("answer") or "").partition(_CONTENT)
+        if not found:
             return parts
-        before = answer[: answer.index(_CONTENT)]
-        if not before.startswith(self._header):
-            return parts
-        start = before[len(self._header) :]
-        if start.strip() and (self._seen.tail("prompt") or "").rstrip().endswith(start.strip()):
-            return replace(parts, turn_end=_JOINT.split(parts.turn_end)[0])
+        prompt = self._seen.tail("prompt") or ""
+        if prompt.strip() and end.endswith(prompt):  # it always ends with a generation prompt
+            end = end[: -len(prompt)]
+        start = before[len(self._header) :] if before.startswith(self._header) else ""
+        if start.strip() and prompt.rstrip().endswith(start.strip()):
+            return replace(parts, turn_end=_JOINT.split(end)[0])
         if parts.thought_end and parts.thought_end in start:
             start = start[start.rindex(parts.thought_end) + len(parts.thought_end) :]
-        opened = parts.thought_start
-        if opened and opened in start:
-            start = ""
         if not start.strip():
-            return parts
-        pieces = _JOINT.split(parts.turn_end, maxsplit=1)
-        end, rest = pieces if len(pieces) == 2 else (parts.turn_end, "")
-        return replace(parts, content_start=start, content_end=end, turn_end=rest)
+            return replace(parts, turn_end=end)
+        content_end, *rest = _JOINT.split(end, maxsplit=1)
+        return replace(parts, content_start=start, content_end=content_end, turn_end="".join(rest))
 
     # -- calls -------------------------------------------------------------------------------------
 
     def _with_calls(self, parts: TurnParts) -> TurnParts:
-        bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair", "no content")}
-        single = bodies["one"] or bodies["no content"]
-        if single is None:
+        bodies = {key: self._body(key, parts) for key in (*_SINGLE, "pair")}
+        if bodies["one"] is None:
             why = self._seen.faults.get("one")
             self._reasons.append(
                 f"the template refuses calls: {why}" if why else "the template writes no calls"
             )
             return parts
         lead = ""
-        if single.startswith(_NAME):
+        if bodies["one"].startswith(_NAME):
             lead = re.split(r"\s", self._header)[-1]
             bodies = {key: body and lead + body for key, body in bodies.items()}
-            single = lead + single
         try:
-            form = _form({**bodies, "one": single})
+            form = _form(bodies)
         except Mismatch:
             self._reasons.append("the form in which the template writes calls is not understood")
             return parts
@@ -533,12 +487,9 @@ def _form(bodies: Mapping[str, str | None]) -> CallForm:
     pair = bodies.get("pair")
     if pair is not None and not (_OTHER in pair and pair.count(_VALUE) >= 2):
         pair = None  # the second was left out
-    name_in_id = None
-    if _NAME not in single:  # Only the id is written; such a template expects the name in it.
-        name_in_id = ("functions.", ":")
     form = _json_form(single, pair)
     if form is None:
-        form = _tag_form(single, pair, bodies, name_in_id)
+        form = _tag_form(single, pair, bodies)
         if not form.opening.strip():
             raise Mismatch  # a call cannot be distinguished from text
     is_apart = form.opening.strip() or pair is not None
@@ -575,9 +526,7 @@ def _json_form(single: str, pair: str | None) -> CallForm | None:
     arguments_path = _path_to(value, lambda v: v == {_KEY: _VALUE})
     is_text = arguments_path is None
     if is_text:
-        arguments_path = _path_to(
-            value, lambda v: isinstance(v, str) and _json_of(v) == {_KEY: _VALUE}
-        )
+        arguments_path = _path_to(value, lambda v: isinstance(v, str) and _KEY in v)
     written = _arguments_in(single[start:end], as_text=is_text)
     if arguments_path is None or written is None:
         return None
@@ -596,54 +545,33 @@ def _json_form(single: str, pair: str | None) -> CallForm | None:
     )  # fmt: skip
 
 
-def _json_of(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
     """Return the outermost JSON object with a call of ``name``: place, value, whether in a list."""
-    at_name = text.find(name)
-    if at_name < 0:
-        return None
-    for match in re.finditer(r"\{", text[:at_name]):
-        try:
+    for match in re.finditer(r"\{", text):
+        with suppress(Mismatch):
             value, end = json_end(text, match.start(), last=True)
-        except Mismatch:
-            continue
-        if end > at_name and (
-            _path_to(value, lambda v: v == name) is not None
-            or (isinstance(value, dict) and name in value)
-        ):
-            before = text[: match.start()].rstrip()
-            in_list = before[-1:] == "[" or (before[-1:] == "," and "[" in before)
-            in_list = in_list and text[end:].lstrip()[:1] in ("]", ",")
-            return match.start(), end, value, in_list
+            if name in text[match.start() : end]:
+                return match.start(), end, value, text[: match.start()].rstrip()[-1:] == "["
     return None
 
 
-def _path_to(value: object, fits: object, depth: int = 0) -> tuple[str, ...] | None:
-    if depth and fits(value):  # type: ignore[operator]
-        return ()
-    if isinstance(value, Mapping) and depth < 4:
-        for key, inner in value.items():
-            path = _path_to(inner, fits, depth + 1)
-            if path is not None:
-                return (key, *path)
+def _path_to(value: object, fits: Callable[[object], bool]) -> tuple[str, ...] | None:
+    """Return the keys that lead to the first value in an object that fits; None without one."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        path = () if fits(inner) else _path_to(inner, fits)
+        if path is not None:
+            return (key, *path)
     return None
 
 
 def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
     """Return how the arguments of the probe are written in a text."""
-    for values in (Values(), Values(item=",", pair=":")):
-        written = values.write({_KEY: _VALUE})
-        written = json.dumps(written) if as_text else written
-        if written in text:
-            return written, values
-    loose = re.search(rf'\{{\s*"{_KEY}"\s*:\s*"{_VALUE}"\s*\}}', text)
-    return (loose[0], Values()) if loose else None
+    quote, outer = (r"\\\"", '"') if as_text else ('"', "")
+    pattern = rf"{outer}\{{\s*{quote}{_KEY}{quote}(\s*:\s*){quote}{_VALUE}{quote}\s*\}}{outer}"
+    match = re.search(pattern, text)
+    if match is None:
+        return None
+    return match[0], Values(item=",", pair=":") if match[1] == ":" else Values()
 
 
 def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
@@ -692,10 +620,10 @@ def _surrounded(
         parts, first_index = _numbered(parts, others)
     elif in_list:
         section_start, call_start, call_end, section_end = head, "", "", tail
-    unit = (*([call_start] if call_start else []), *parts, *([call_end] if call_end else []))
+    unit: list[Part] = [call_start, *parts, call_end]
     at = 0 if in_list is None or not call_start else 1
     return CallForm(
-        unit, object_at=at, object_end=0 if in_list is None else at + len(parts),
+        tuple(filter(None, unit)), object_at=at, object_end=0 if in_list is None else at + len(parts),
         section_start=section_start, section_end=section_end, separator=separator,
         index_from=first_index,
     )  # fmt: skip
@@ -740,12 +668,7 @@ def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str,
 # -- a tag with the name, then arguments -----------------------------------------------------------
 
 
-def _tag_form(
-    single: str,
-    pair: str | None,
-    bodies: Mapping[str, str | None],
-    name_in_id: tuple[str, str] | None,
-) -> CallForm:
+def _tag_form(single: str, pair: str | None, bodies: Mapping[str, str | None]) -> CallForm:
     written = _arguments_in(single, as_text=False)
     tags, values = None, Values()
     if written is not None:
@@ -759,6 +682,8 @@ def _tag_form(
         at = min(i for word in second[:2] if (i := pair.find(word)) >= 0)
         spans = [_span(pair[:at], first), (at, _span(pair, second)[1])]
     form = _surrounded(inner, single, span, pair or "", spans)
+    # If only the id is written, the template expects the name in it.
+    name_in_id = None if _NAME in single else ("functions.", ":")
     return replace(form, tags=tags, values=values, name_in_id=name_in_id)
 
 
@@ -801,14 +726,8 @@ def _tags_of(bodies: Mapping[str, str | None], single: str) -> tuple[ArgumentTag
     values = _values_of(texts, between)
     arounds = {kind: _around(body, values.write(_OTHERS[kind])) for kind, body in texts.items()}
     others = {"number": text, **{kind: around for kind, around in arounds.items() if around}}
-    lines = bodies.get("lines") or ""
-    wrapped = re.search(
-        rf"{re.escape(between)}(\S*?){re.escape(_LINES)}(\S*?){re.escape(after)}", lines
-    )
-    wrap = (wrapped[1], wrapped[2]) if wrapped and wrapped[1] and wrapped[2] else ("", "")
-    if not is_raw:
-        return ArgumentTags(None, others, separator, values, start, end), inner
-    return ArgumentTags(text, others, separator, values, start, end, wrap), inner
+    tags = ArgumentTags(text if is_raw else None, others, separator, values, start, end)
+    return tags, inner
 
 
 def _around(whole: str, written: str) -> Around | None:
@@ -832,44 +751,26 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
         words = ("True", "False", "None")
     elif "None" in texts.get("null", ""):
         words = ("true", "false", "None")
-    for item in (", ", ","):
-        for pair in (": ", ":"):
-            for bare in (False, True):
-                for quote in quotes:
-                    values = Values("" if quote == '"' else quote, item, pair, bare, words)
-                    if values.write(_OTHERS["object"]) in objects:
-                        return values
+    for item, pair, bare, quote in product((", ", ","), (": ", ":"), (False, True), quotes):
+        values = Values("" if quote == '"' else quote, item, pair, bare, words)
+        if values.write(_OTHERS["object"]) in objects:
+            return values
     inner = objects[objects.find(_KEY) + len(_KEY) + len(between) :]
     pieces = re.split("kxb|kxe|Vzt", inner)
     if inner.count("kxb") == inner.count("kxe") == 2 and len(pieces) == 6:
         a, between_tags = pieces[0], pieces[2]  # <a>kxb<b>...<c>kxb<d><a>kxe<b>Vzt<c>kxe<d>
         if a and between_tags.endswith(a):
             return Values(words=words, tags=(a, pieces[3], pieces[4], between_tags[: -len(a)]))
-    return replace(Values(), words=words)
+    return Values(words=words)
 
 
 # -- texts -----------------------------------------------------------------------------------------
 
 
-def _common(texts: Sequence[str]) -> str:
-    """Return the common beginning of all texts."""
-    first, last = min(texts), max(texts)
-    return first[: n_common(first, last)]
-
-
-def _whole_tags(text: str, *, brackets: bool = False) -> str:
+def _whole_tags(text: str) -> str:
     """Return a text without a tag that is cut at its end."""
-    for opening, closing in ("<>", "[]") if brackets else ("<>",):
-        at = text.rfind(opening)
-        if at >= 0 and text.find(closing, at) < 0:
-            text = text[:at]
-    return text
-
-
-def _last_tag(text: str) -> str:
-    """Return the tag that a text ends with, without white space."""
-    match = re.search(r"[<\[][^<\[\s]*[>\]]$", text.rstrip())
-    return match[0] if match else ""
+    at = text.rfind("<")
+    return text[:at] if at >= 0 and text.find(">", at) < 0 else text
 
 
 def _words(tag: str) -> set[str]:

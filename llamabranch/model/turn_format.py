@@ -37,9 +37,6 @@ _BARE = CallForm(
     object_end=5,
     separator="\n",
 )
-_TAGGED = replace(
-    _BARE, unit=("<tool_call>\n", *_BARE.unit, "\n</tool_call>"), object_at=1, object_end=6
-)
 _PYTHON = CallForm(
     (Slot.NAME, "(", Slot.ARGUMENTS, ")"),
     section_start="[",
@@ -51,6 +48,7 @@ _PYTHON = CallForm(
 _ROLE = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*([<\[][^<>\[\]\s]+[>\]]|\w+)\s*$")
 _OF_CALLS = ("call", "other call", "bare", "section end")
 _FENCE = re.compile(r"```[ \t]*[\w.+-]*\s*")
+_CLOSES = {"fence": "```", "tagged": "</tool_call>"}
 _LOOSE_HEAD = re.compile(r"(?:```[ \t]*[\w.+-]*\s*)?[\[{][\[{\s]*")
 _BARE_KEYS = ("arguments", "parameters")
 
@@ -439,11 +437,9 @@ class TurnReader:
 
     def _read(self, *, last: bool) -> list[TurnEvent]:
         self._events = []
-        try:
+        with contextlib.suppress(Incomplete):
             while self._at < len(self._buffer) and self._noted_step(last):
                 pass
-        except Incomplete:
-            pass
         if self._at:
             self._n_cut += self._at
             self._buffer, self._at = self._buffer[self._at :], 0
@@ -671,21 +667,14 @@ class TurnReader:
                 if start.startswith(rest) and not last:
                     raise Incomplete
             if self._is_first and self._form.opening.strip() and self._reads_calls:
-                probe = Cursor(buffer, at, last=last)
-                try:
-                    probe.literal(self._form.opening.lstrip())
-                except Mismatch:
-                    pass
-                else:  # a call instead of a thought: there is no thought
-                    self._in_thought = False
+                if Cursor(buffer, at, last=last).tries(self._form.opening.lstrip()):
+                    self._in_thought = False  # a call instead of a thought: there is no thought
                     return True
             elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
-                try:
+                with contextlib.suppress(Mismatch):
                     if self._loose("bare", Cursor(buffer, at, last=last)):
                         self._in_thought = False
                         return True
-                except Mismatch:
-                    pass
         end_at = buffer.find(end, self._at)
         at_call = self._call_in(self._at, last) if end_at < 0 else -1
         if at_call >= 0:
@@ -790,24 +779,16 @@ class TurnReader:
     def _step_section(self, last: bool) -> bool:
         form, start = self._form, self._at
         cursor = self._cursor(start, last=last)
-        for is_end in (True, False):
-            cursor.at = start
-            try:
-                cursor.space()
-                if is_end:
-                    if not form.section_end.strip():
-                        continue
-                    cursor.literal(form.section_end.lstrip())
-                    self._at, self._in_section = cursor.at, False
-                    return True
-                if form.separator.strip():
-                    cursor.literal(form.separator.lstrip())
-                elif not (form.call_start + form.section_start).strip():
-                    break
+        end = form.section_end.lstrip()
+        if end.strip() and cursor.tries(end, skip=True):
+            self._at, self._in_section = cursor.at, False
+            return True
+        with contextlib.suppress(Mismatch):
+            cursor.space()
+            cursor.literal(form.separator.lstrip())
+            if (form.separator + form.call_start + form.section_start).strip():
                 self._read_calls(cursor, form)
                 return True
-            except Mismatch:
-                continue
         self._take_back()
         self._in_section = False
         rest = self._buffer[start:].strip()
@@ -817,28 +798,22 @@ class TurnReader:
 
     def _loose(self, kind: str, cursor: Cursor) -> bool:
         """Read calls that a model writes in another form than its template's."""
-        start = cursor.at
-        at_line = self._is_first or self._trims or "\n" in self._space
-        if kind == "tagged":
-            if self._form.opening.split()[:1] == ["<tool_call>"] and self._form.kind == "json":
-                return False
-            calls = _TAGGED.read_call(cursor, self._known)
-        elif not at_line and kind != "fence":
-            return False
-        elif kind == "python":
+        start, close = cursor.at, _CLOSES.get(kind, "")
+        if not close and not (self._is_first or self._trims or "\n" in self._space):
+            return False  # not at the beginning of a line
+        if kind == "python":
             calls = self._python(cursor)
-        elif kind == "fence":
-            match = _FENCE.match(self._buffer, start)
-            cursor.at = match.end() if match else start + 3
-            word = self._buffer[start + 3 :]
-            if cursor.at == len(cursor.text) or (not cursor.last and word.strip(" ").isalnum()):
-                raise cursor.need()
+        elif close:
+            opening = _FENCE.match(self._buffer, start)
+            cursor.at = opening.end() if opening else start + len(self._marks[kind])
+            if opening and not cursor.last and self._buffer[start + 3 :].strip(" ").isalnum():
+                raise Incomplete  # the name of a language
             calls = self._objects(cursor, one=False)
             cursor.space()
-            if cursor.last and "```".startswith(cursor.text[cursor.at :]):
+            if cursor.last and close.startswith(cursor.text[cursor.at :]):
                 cursor.at = len(cursor.text)
             else:
-                cursor.literal("```")
+                cursor.literal(close)
         else:
             try:
                 calls = self._objects(cursor, one=True)
@@ -846,14 +821,10 @@ class TurnReader:
                 if self._eager:
                     self._tell_early(start, self._form)
                 raise
-            at = cursor.at
-            if at == len(cursor.text) and not cursor.last:
+            after = cursor.text[cursor.at : cursor.at + 1]
+            if not after and not cursor.last:
                 raise Incomplete
-            if (
-                at < len(cursor.text)
-                and not cursor.text[at].isspace()
-                and (cursor.text[at] not in "<[;,{`")
-            ):
+            if not after.isspace() and after not in "<[;,{`":
                 raise Mismatch
         self._at = cursor.at
         raw = self._raw_arguments(start, calls, self._form)
@@ -889,11 +860,8 @@ class TurnReader:
             value = cursor.json()
             for item in value if isinstance(value, list) else [value]:
                 calls.append(self._of(item, forms))
-            end = cursor.at
             if doubled:
-                cursor.space()
-                if not cursor.tries("}"):
-                    cursor.at = end
+                cursor.tries("}", skip=True)
         if not calls:
             raise Mismatch
         return calls
@@ -906,10 +874,7 @@ class TurnReader:
             if self._form.name_path and not all(path[0] in value for path in keys if path):
                 raise Mismatch
         for form in forms:
-            if not form.name_path and form is self._form and self._known.schemas is None:
-                continue
-            try:
-                return form.of_object(value, self._known)
-            except Mismatch:
-                continue
+            if form.name_path or form is not self._form or self._known.schemas is not None:
+                with contextlib.suppress(Mismatch):
+                    return form.of_object(value, self._known)
         raise Mismatch

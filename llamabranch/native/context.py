@@ -142,7 +142,7 @@ class ContextHandle(Handle):
         ptr = self.unchecked_ptr
         _close_at_exit(self)
         self._address = address_of(ptr)
-        self._memory = C.llama_get_memory(ptr)
+        self._memory: Any = C.llama_get_memory(ptr)  # None once it is closed
         self.has_memory = bool(self._memory)
         self.n_vocab = model.n_vocab
         self.architecture = model.architecture
@@ -160,6 +160,14 @@ class ContextHandle(Handle):
         self.n_seq_max = options["n_seq_max"]
         self.forget_rows()
         self._allow_stops(model, options["n_ubatch"])
+
+    def close(self) -> None:
+        """Free the context, its heads first. From then on its memory is empty and does not change."""
+        self.close_children()
+        self.stops.stop()  # another thread may be decoding
+        with self.lock:
+            self._memory = None
+            super().close()
 
     def _allow_stops(self, model: ModelHandle, n_ubatch: int) -> None:
         """Make decodes stoppable: inside a graph, or else between micro-batches."""

@@ -593,11 +593,7 @@ class Choice:
             for token_row, token in zip(rows, following, strict=False):
                 self.scores.append(token_row.score(token, self.job.model, k))
         row = rows[-1] if rows and not self.n_uncached else None
-        n = max(0, self.n_read - start)  # the tokens after these count as generated
-        if n:
-            self.text.append_prompt(tokens[:n], row if len(tokens) <= n else None)
-        if len(tokens) > n:
-            self.text.append_unscored(tokens[n:], row)
+        self.text.append_unscored(tokens, row, self.n_read - start)
 
     def note_read(self) -> list[Told]:
         """Report how much of ``to_cache`` is in the cache; return the event, if it was requested."""

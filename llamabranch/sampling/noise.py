@@ -8,7 +8,6 @@ function. So the same seed and the same logits give the same token in every call
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -48,22 +47,12 @@ def _key(seed: int, position: int, purpose: int) -> int:
     return _mix(key ^ (purpose + 1) * _MIX_2 & _MASK)
 
 
-@lru_cache(maxsize=8)
-def _all_counters(n: int) -> npt.NDArray[np.uint64]:
-    counters: npt.NDArray[np.uint64] = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    counters.flags.writeable = False
-    return counters
-
-
-def _unit(key: int, ids: Ids | int) -> Floats:
-    """Uniform numbers strictly inside (0, 1), one for each id (an int n means 0..n-1)."""
-    if isinstance(ids, int):
-        x = _all_counters(ids) ^ np.uint64(key)
-    else:
-        x = ids.astype(np.uint64)
-        x += _U_1
-        x *= _U_GOLDEN
-        x ^= np.uint64(key)
+def _unit(key: int, ids: Ids) -> Floats:
+    """Uniform numbers strictly inside (0, 1), one for each id."""
+    x = ids.astype(np.uint64)
+    x += _U_1
+    x *= _U_GOLDEN
+    x ^= np.uint64(key)
     shifted = x >> _U_33
     x ^= shifted
     x *= _U_MIX_1
@@ -79,7 +68,7 @@ def _unit(key: int, ids: Ids | int) -> Floats:
     return unit
 
 
-def log_uniforms(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+def log_uniforms(seed: int, position: int, ids: Ids, purpose: int = DRAW) -> Floats:
     """Return log U of uniform noise in (0, 1), float64 (K,), a pure function of its arguments."""
     return np.asarray(np.log(_unit(_key(seed, position, purpose), ids)))
 

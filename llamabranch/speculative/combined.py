@@ -222,13 +222,8 @@ class GrammarDrafter(_Combined):
         """Return a new state, which includes a state of ``values``."""
         if target.grammar is None:
             return self.plain.start(target, rule)
-        values = self.values.start(target, rule)
-        try:
-            state = target.grammar.start(target.ctx.model, forcing=True)
-        except BaseException:
-            values.close()
-            raise
-        return _ForcedState(state, target.answer_start, values)
+        state = target.grammar.start(target.ctx.model, forcing=True)
+        return _ForcedState(state, target.answer_start, self.values.start(target, rule))
 
 
 class _ForcedState:
@@ -253,6 +248,8 @@ class _ForcedState:
                 draft = Draft(drafter=_GRAMMAR, stopped="off")
                 if length.consider(_GRAMMAR):
                     self._fill(draft, tokens, grammar, length, limit)
+                if draft.sources:
+                    _add_certain(draft)
                 draft.seconds = perf_counter() - start
                 return draft
         except GrammarError:  # the target raises it if the text gets there
@@ -279,8 +276,6 @@ class _ForcedState:
                 grammar.accept(token)
                 draft.tokens.append(token)
                 draft.forced.append(True)
-                if draft.sources:
-                    draft.sources.append(Distribution.point(token))
             if not forced:
                 goes_on = self._add_values(draft, tokens, grammar, length, limit)
                 length.consider(_GRAMMAR)
@@ -305,8 +300,8 @@ class _ForcedState:
         draft.stopped = found.stopped
         draft.n_decodes += found.n_decodes
         draft.n_read += found.n_read
-        if found.sources and not draft.sources:
-            draft.sources = [Distribution.point(token) for token in draft.tokens]
+        if found.sources:
+            _add_certain(draft)
         for i, token in enumerate(found.tokens):
             # A token that was drawn at random must stay: cutting it off would bias the text. The
             # acceptance rule rejects it.
@@ -317,7 +312,7 @@ class _ForcedState:
             draft.entropies.append(found.entropies[i] if found.entropies else math.nan)
             draft.tokens.append(token)
             draft.forced.append(False)
-            if draft.sources:
+            if found.sources:
                 draft.sources.append(found.sources[i])
             if not is_allowed:
                 return False
@@ -341,6 +336,11 @@ class _ForcedState:
 
     def close(self) -> None:
         self._values.close()
+
+
+def _add_certain(draft: Draft) -> None:
+    """Add a source for each of the last tokens that has none: they were not drawn at random."""
+    draft.sources += map(Distribution.point, draft.tokens[len(draft.sources) :])
 
 
 # -- the default ----------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ is then computed from the target's states.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,21 +36,20 @@ class HeadState(RunState):
 
     Attributes:
         seq_ids: a sequence for each layer that drafts; empty if the layers read the target's K/V.
-        n_read: how many tokens of the text the head has read.
         ahead: by how many tokens a pair's token is ahead of its position.
-        hidden: the head's state for the next pair of the draft, (n_embd,); None before the first decode.
+        made: the head's own states in this draft, (1, n_embd) each: one for each drafted token, and the
+            one for the next.
     """
 
     _drafter: HeadDrafter
+    _row: LogitsRow
 
     def __init__(self, drafter: HeadDrafter, target: Text, rule: str) -> None:
         super().__init__(drafter, target, rule)
         self._target = weakref.ref(target)  # a state must not keep it from being freed
         self.model = target.ctx.model
         self.ahead = drafter.ahead
-        self.n_read = 0
-        self.hidden: States | None = None
-        self._row: LogitsRow | None = None
+        self.made: list[States] = []
         self._first, self._features = 0, np.empty((0, 0), dtype=np.float32)
         self._ctx: Context = drafter.ctx
         self._n_prompt = target.answer_start  # where a grammar begins
@@ -82,8 +80,8 @@ class HeadState(RunState):
 
     def n_pairs(self, layer: int = 0) -> int:
         """Return the number of the first pair that a layer has not read."""
-        if not self.seq_ids:
-            return 0
+        if not self.seq_ids:  # with the target's K/V it reads only the last token
+            return len(self.text) - 1
         return self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
     def read_target(self, n_layers: int) -> None:
@@ -97,10 +95,8 @@ class HeadState(RunState):
         """
         target, tokens = self.target, self.text
         self.observe(len(tokens) - 1)
-        self.draft.n_read = len(tokens) - self.n_read
-        first = len(tokens) - 1  # for layers that read the target's K/V: only the last token
-        if self.seq_ids:
-            first = min(self.n_pairs(layer) for layer in range(n_layers))
+        self.draft.n_read = len(tokens) - self.ahead - self.n_pairs()
+        first = min(self.n_pairs(layer) for layer in range(n_layers))
         start = max(0, first + self.ahead - 1)
         with target.ctx.lock:
             target.check_usable()
@@ -109,7 +105,7 @@ class HeadState(RunState):
         if first + self.ahead == 0:  # no state comes before the first token
             rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
         self._first, self._features = first, rows  # _first: number of the pair of the first row
-        self.unread = self.behind(0)[0]
+        self.unread = self.pairs(0)[0]
         if not self._reader.is_stateless:
             n = self._n_prompt
             if self._n_accepted is None:
@@ -132,12 +128,11 @@ class HeadState(RunState):
         """Forget all tokens but the first ``n_tokens``."""
         if self._n_accepted is not None and self._n_accepted > n_tokens:
             self._n_accepted = None
-        if n_tokens >= self.n_read:
-            return
-        with self._ctx.lock:
-            self._ctx.decoder.check_open()
-            self.cut(n_tokens)
-            self.n_read = n_tokens
+        n = max(0, n_tokens - self.ahead)
+        if any(self.n_pairs(layer) > n for layer in range(len(self.seq_ids))):
+            with self._ctx.lock:
+                self._ctx.decoder.check_open()
+                self.cut(n_tokens)
 
     # -- a draft -----------------------------------------------------------------------------------
 
@@ -152,35 +147,30 @@ class HeadState(RunState):
 
     def row(self) -> LogitsRow:
         """Return the logits of the last decode."""
-        if self._row is None:
-            raise RuntimeError("nothing was decoded to draw from")
         return self._row
 
-    def inputs(self) -> States:
-        """Return the states to pair with ``unread``: the target's, or the head's own in a draft."""
-        n = len(self.unread)
-        if self.reads_text:
-            return self._features[len(self._features) - n :]
-        if self.hidden is None:
-            raise RuntimeError("nothing was decoded")
-        return self.hidden[None][:n]
+    def pairs(self, layer: int) -> tuple[list[int], list[States]]:
+        """Return the tokens of text and draft that a layer has not read, and a state for each.
 
-    def behind(self, layer: int) -> tuple[list[int], States]:
-        """Return the tokens of the text that a layer has not read, and the target's states for them."""
+        Tokens of the text have the target's states, drafted ones the head's own.
+        """
         n = max(self.n_pairs(layer), self._first)
-        return list(self.text[n + self.ahead :]), self._features[n - self._first :]
+        n_drafted = max(0, n + self.ahead - len(self.text))
+        tokens = [*self.text[n + self.ahead :], *self.draft.tokens[n_drafted:]]
+        features = self._features[n - self._first :]
+        made = self.made[n_drafted : len(self.draft.tokens)]
+        return tokens, [features, *made] if len(features) else made
 
     def note_read(self, row: LogitsRow, hidden: States) -> None:
         """Note that ``unread`` was decoded; keep the logits and the state after it."""
-        if self.reads_text:
-            self.n_read, self.reads_text = len(self.text), False
-        self._row, self.hidden, self.unread = row, hidden, ()
+        self._row, self.unread = row, ()
+        self.made.append(hidden[None])
 
     def drop_draft(self) -> None:
-        """Drop the pairs of the draft, and the pairs of a text that was not read to its end."""
-        self._row = self.hidden = None
+        """Drop the pairs of the draft."""
+        self.made = []
         self._features = np.empty((0, 0), dtype=np.float32)  # no view: the array may be large
-        self.cut(self.n_read)
+        self.cut(len(self.text))
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -192,7 +182,6 @@ class HeadState(RunState):
             for mine, its in zip(self.seq_ids, other.seq_ids, strict=True):
                 if cache.next_position(mine):
                     cache.fork(mine, its)
-            other.n_read = self.n_read
         return other
 
     def close(self) -> None:
@@ -207,15 +196,12 @@ class HeadDrafter(RunDrafter[HeadState]):
 
     Attributes:
         ahead: by how many tokens a pair's token is ahead of its position.
+        n_layers: how many layers draft in turn, each with its own K/V; 1 = one layer drafts all tokens.
     """
 
     ahead: int
+    n_layers = 1
     state_type = HeadState
-
-    @property
-    def n_layers(self) -> int:
-        """How many layers draft in turn, each with its own K/V; 1 = one layer drafts all tokens."""
-        return 1
 
     def check(self, target: Model) -> None:
         """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
@@ -252,40 +238,38 @@ class HeadDrafter(RunDrafter[HeadState]):
             state.drop_draft()
 
     def decode(self, states: Sequence[HeadState]) -> None:
-        """Decode the ``unread`` tokens of all states together."""
-        inputs = np.concatenate([state.inputs() for state in states])
-        if states[0].reads_text:
-            inputs = self.ctx.decoder.encode(inputs)
-        found = self.read(states, [state.unread for state in states], inputs)
-        for state, (row, hidden) in zip(states, found, strict=True):
-            state.note_read(row, hidden)
-
-    def read(
-        self,
-        states: Sequence[HeadState],
-        unread: Sequence[Sequence[int]],
-        inputs: States,
-        layer: int = 0,
-    ) -> list[tuple[LogitsRow, States]]:
-        """Decode at least one pair of each text; return its last logits and its last state."""
+        """Decode what a layer has not read of all texts and drafts; each of several has its turn."""
         decoder = self.ctx.decoder
+        layer = len(states[0].draft.tokens) if self.n_layers > 1 else 0
         seqs = [state.seq_ids[layer] for state in states]
-        lasts = np.cumsum([len(new) for new in unread]) - 1
-        if len(inputs) > min(decoder.n_chunk, self.ctx.n_outputs_max, _MOST_ROWS):
-            early = Batch()
+        pairs = [state.pairs(layer) for state in states]
+        unread = [tokens for tokens, _ in pairs]
+        inputs = np.concatenate([rows for _, several in pairs for rows in several])
+        if not states[0].made:  # the states are the target's
+            inputs = decoder.encode(inputs)
+        if layer:
+            decoder.use_mtp_layer(layer)
+        try:
+            lasts = np.cumsum([len(new) for new in unread]) - 1
+            if len(inputs) > min(decoder.n_chunk, self.ctx.n_outputs_max, _MOST_ROWS):
+                early = Batch()
+                for seq_id, new in zip(seqs, unread, strict=True):
+                    early.add(seq_id, new[:-1], "none")
+                decoder.decode(early, np.delete(inputs, lasts, axis=0))
+                inputs, unread = inputs[lasts], [new[-1:] for new in unread]
+                lasts = np.arange(len(states))
+            # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the
+            # first rows. So entries without logits must not come before entries with logits.
+            batch = Batch()
             for seq_id, new in zip(seqs, unread, strict=True):
-                early.add(seq_id, new[:-1], "none")
-            decoder.decode(early, np.delete(inputs, lasts, axis=0))
-            inputs, unread = inputs[lasts], [new[-1:] for new in unread]
-            lasts = np.arange(len(states))
-        # llama.cpp computes EAGLE-3's logits for every entry of a batch, and then returns the first
-        # rows. So entries without logits must not come before entries with logits.
-        batch = Batch()
-        for seq_id, new in zip(seqs, unread, strict=True):
-            batch.add(seq_id, new, "all")
-        rows = decoder.decode(batch, inputs)
-        hidden = decoder.output_states(len(inputs))
-        return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]
+                batch.add(seq_id, new, "all")
+            found = decoder.decode(batch, inputs)
+            hidden = decoder.output_states(len(inputs))
+        finally:
+            if layer:
+                decoder.use_mtp_layer(0)
+        for state, rows, last in zip(states, found, lasts, strict=True):
+            state.note_read(rows[-1], hidden[last])
 
 
 class EagleDrafter(HeadDrafter):
@@ -348,69 +332,13 @@ class MTPDrafter(HeadDrafter):
         )
         is_open = target.target is not None and not target.model.target_layers
         super().__init__(target if is_open else Context(target.model, target=target), sampling)
-
-    @property
-    def n_layers(self) -> int:
-        """The number of MTP layers; if there are several, each drafts one token.
-
-        It is 1 if the layers read the target's K/V, because llama.cpp then computes all layers for
-        each token.
-        """
-        return 1 if self.ctx.model.shares_memory else self.ctx.model.n_mtp_layers
+        model = self.ctx.model  # if layers read the target's K/V, all are computed for each token
+        self.n_layers = 1 if model.shares_memory else model.n_mtp_layers
 
     @property
     def name(self) -> str:
         """The name of the file's model, and "MTP"."""
         return f"{self.ctx.model.name} MTP"
-
-    def draw(self, states: Sequence[HeadState]) -> None:
-        """Finish the drafts; several layers draft in turn, one decode for each.
-
-        In its turn a layer reads the part of the text that it has not read yet, and the draft. If a
-        draft ends before a layer's turn, the layer reads that text only when it drafts next.
-        """
-        if self.n_layers == 1:
-            return super().draw(states)
-        for layer in range(1, self.n_layers):
-            behind = [state for state in states if layer < state.limit]
-            behind = [state for state in behind if len(state.behind(layer)[0]) > _MOST_ROWS]
-            if behind:
-                self._read_text(behind, layer)
-        if states:
-            self.decode(states)
-        made: dict[HeadState, list[States]] = {state: [] for state in states}
-        for layer in range(1, self.n_layers + 1):
-            for state in states:
-                state.draw()
-            states = [state for state in states if not state.is_done]
-            if not states:
-                break
-            for state in states:
-                made[state].append(state.inputs())
-            found = self._read_text(states, layer, made)
-            for state, (row, hidden) in zip(states, found, strict=True):
-                state.note_read(row, hidden)
-        return None
-
-    def _read_text(
-        self,
-        states: Sequence[HeadState],
-        layer: int,
-        made: Mapping[HeadState, Sequence[States]] = MappingProxyType({}),
-    ) -> list[tuple[LogitsRow, States]]:
-        """Let a layer read the text it has not read, and the draft; ``made`` has its states."""
-        unread, inputs = [], []
-        for state in states:
-            tokens, features = state.behind(layer)
-            drafted = made.get(state, ())
-            unread.append(tokens + state.draft.tokens[: len(drafted)])
-            inputs += [features, *drafted]
-        decoder = self.ctx.decoder
-        decoder.use_mtp_layer(layer)
-        try:
-            return self.read(states, unread, np.concatenate(inputs), layer)
-        finally:
-            decoder.use_mtp_layer(0)
 
     def decode(self, states: Sequence[HeadState]) -> None:
         """Decode the ``unread`` tokens of all states together.
@@ -424,11 +352,14 @@ class MTPDrafter(HeadDrafter):
             return super().decode(states)
         decoder = self.ctx.decoder
         batch = Batch({state.target.seq_id: len(state.text) - 1 for state in states})
+        inputs = []
         for state in states:
-            batch.add(state.target.seq_id, state.unread[-1:])
-        rows = decoder.decode(batch, np.concatenate([state.inputs()[-1:] for state in states]))
+            tokens, rows = state.pairs(0)
+            batch.add(state.target.seq_id, tokens[-1:])
+            inputs.append(rows[-1][-1:])
+        found = decoder.decode(batch, np.concatenate(inputs))
         hidden = decoder.output_states(len(states))
-        for state, (row,), its in zip(states, rows, hidden, strict=True):
+        for state, (row,), its in zip(states, found, hidden, strict=True):
             state.note_read(row, its)
         return None
 

@@ -53,8 +53,6 @@ class RunState(DraftState, ABC):
         unread: tokens that must be decoded before the next draw: new tokens of the text, or the
             token drawn last.
         is_done: the draft has ended.
-        reads_text: ``unread`` belongs to the text, not to the draft. All states that draft together
-            have the same value.
     """
 
     model: Model
@@ -68,7 +66,6 @@ class RunState(DraftState, ABC):
         self.seed = target.seed
         self.unread: Sequence[int] = ()
         self.is_done = False
-        self.reads_text = True
         self._drafter = drafter
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -95,7 +92,7 @@ class RunState(DraftState, ABC):
         """Begin a draft; it ends at once if ``length`` allows none from this drafter."""
         self.draft = Draft(drafter=self._drafter.name)
         _, self.text, self.length, self.limit = request
-        self.unread, self.is_done, self.reads_text = (), False, True
+        self.unread, self.is_done = (), False
         if not self.length.consider(self.draft.drafter):
             self.end_draft("off")
 
@@ -265,7 +262,8 @@ class ModelState(RunState):
 
     def fork_ahead(self) -> None:
         """Read the text, and draft on a fork, which ``observe`` frees."""
-        self.own.decode_unscored(self.text[self.own.position :])
+        at = self.own.position
+        self.own.decode_unscored(self.text[at:], self.n_prompt - at)
         if not self.own.ctx.n_seq_free:  # a fork would run the garbage collector in every round
             raise SequencesExhaustedError("no sequence is left to draft on")
         self.tip = _forked(self.own)
@@ -273,7 +271,7 @@ class ModelState(RunState):
     def observe(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``."""
         if self.tip is not self.own:
-            _release(self.tip)
+            self.tip.release()
             self.tip = self.own
         if n_tokens < len(self.own.tokens):
             self.own.keep(n_tokens)
@@ -290,8 +288,8 @@ class ModelState(RunState):
     def close(self) -> None:
         """Free its sequences; a prefix cache of the draft model keeps their K/V."""
         self.own.keep_cached()
-        _release(self.tip)
-        _release(self.own)
+        self.tip.release()
+        self.own.release()
 
 
 class ModelDrafter(RunDrafter[ModelState]):
@@ -345,45 +343,33 @@ class ModelDrafter(RunDrafter[ModelState]):
         return params.replace(logit_bias=bias | dict.fromkeys(range(theirs, ours), -math.inf))
 
     def begin(self, states: Sequence[ModelState]) -> None:
-        """Read the parts of the prompts that have not been read."""
-        prompts: list[tuple[Text, Sequence[int]]] = []
+        """Note which tokens have not been read. A memory that cannot be cut reads them now."""
         for state in states:
             text, own = state.text, state.own
             if not own.position:
                 own.take_cached(text[:-1], state.n_prompt)
             state.draft.n_read = len(text) - own.position
-            if own.position < state.n_prompt:
-                prompts.append((own, text[own.position : state.n_prompt]))
-        if prompts:
-            for own, tokens in prompts:
-                own.check_read(tokens)  # in a fork, this prompt may follow generated text
-            for (own, tokens), row in zip(prompts, self._decode(prompts), strict=True):
-                own.append_prompt(tokens, row)
-        for state in states:
+            self.ctx.model.check_tokens(text[own.position : state.n_prompt])
             if not self.ctx.kv_cache.can_draft:
                 state.fork_ahead()
-            state.unread = state.text[state.tip.position :]
+            state.unread = text[state.tip.position :]
 
     def decode(self, states: Sequence[ModelState]) -> None:
         """Decode the ``unread`` tokens of all states together."""
         if len(states) == 1:
-            states[0].tip.decode_unscored(states[0].unread)
+            (state,) = states
+            state.tip.decode_unscored(state.unread, state.n_prompt - state.tip.position)
         else:
-            work = [(state.tip, state.unread) for state in states]
-            for tip, _ in work:
-                tip.check_usable()
-                tip.settle()
-            for (tip, tokens), row in zip(work, self._decode(work), strict=True):
-                tip.append_unscored(tokens, row)
+            batch = Batch()
+            for state in states:
+                state.tip.check_usable()
+                state.tip.settle()
+                batch.add(state.tip.seq_id, state.unread)
+            for state, rows in zip(states, self.ctx.decoder.decode(batch), strict=True):
+                tip = state.tip
+                tip.append_unscored(state.unread, rows[-1], state.n_prompt - tip.position)
         for state in states:
             state.unread = ()
-
-    def _decode(self, work: Sequence[tuple[Text, Sequence[int]]]) -> list[LogitsRow]:
-        """Decode some tokens of every text, together; return the last logits row of each text."""
-        batch = Batch()
-        for text, tokens in work:
-            batch.add(text.seq_id, tokens)
-        return [rows[-1] for rows in self.ctx.decoder.decode(batch)]
 
 
 def _forked(text: Text) -> Text:
@@ -393,10 +379,3 @@ def _forked(text: Text) -> Text:
         with suppress(CapacityError):  # if it fails, both decode the last token when needed
             text.settle()
         return Text(text.ctx, None, text.sampler.clone(), text.seed, text)
-
-
-def _release(text: Text) -> None:
-    """Free the sequence of a text, once."""
-    if not (text.is_pruned or text.ctx.closed):
-        with text.lock:
-            text.release()

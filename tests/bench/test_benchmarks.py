@@ -15,8 +15,7 @@ import pytest
 
 from benchmarks import answer_tasks, answers
 from benchmarks.answers import holm, mcnemar
-from benchmarks.timing import Maker, Series, Timing, interleave
-from llamabranch.bench.speed import Spread
+from benchmarks.timing import Maker, Series, Spread, Timing, interleave
 from llamabranch.cli.comparison import DraftComparison
 
 ROOT = Path(__file__).parents[2]

@@ -145,7 +145,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
     ("", {"exact": "maybe"}),
     ("", {"rope_scaling": "bogus"}), ("", {"rope_freq_base": -1.0}),
     ("", {"rope_freq_base": math.nan}), ("", {"rope_freq_scale": math.inf}),
-    ("", {"yarn_ext_factor": -2.0}), ("", {"yarn_orig_ctx": -1}),
+    ("", {"rope_freq_scale": -2.0}), ("", {"yarn_orig_ctx": -1}),
 ]  # fmt: skip
 refuses(
     "options",

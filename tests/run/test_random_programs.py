@@ -21,12 +21,14 @@ SOAK = int(os.environ.get("SOAK", "0"))
 # The programs of each kind, and what its toy has; "bundled" and "default" are the bundled pair.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "bundled": (20, {}), "default": (16, {}), "llama": (84, {}), "gemma3": (52, {"window": 16}),
-    "mamba": (32, {}), "rwkv7": (32, {}), "lfm2": (32, {}), "qwen35": (32, {"n_layer": 2}),
+    "mamba": (26, {}), "rwkv7": (26, {}), "lfm2": (26, {}), "qwen35": (30, {"n_layer": 2}),
+    "glm4moe": (20, {}),
 }  # fmt: skip
+MTP = "qwen35", "glm4moe"  # toys with MTP layers
 
 
 class Kind:
-    """A model, its draft model, and the contexts of both.
+    """A model, what may draft for it, and the contexts of both.
 
     Args:
         name: one of `KINDS`.
@@ -36,17 +38,20 @@ class Kind:
 
     def __init__(self, name: str, folder: Path, opened: ExitStack) -> None:
         self.draft: lb.Model | None = None
+        self.head: lb.Model | None = None
         if name in ("bundled", "default"):
-            path = Path(lb.hub.resolve("tale-target"))
-            self.draft = opened.enter_context(lb.Model(lb.hub.resolve("tale-draft")))
+            path, draft, head = map(lb.hub.resolve, ("tale-target", "tale-draft", "tale-eagle"))
+            self.draft, self.head = map(opened.enter_context, map(lb.Model, (draft, head)))
         else:
             vocabulary = toys.Vocabulary.with_control("<|bos|>", "<|im_end|>")
-            path = toys.write_toy(
-                folder / "toy.gguf", name, vocab=vocabulary, seed=3, **KINDS[name][1]
-            )
-        self.model = opened.enter_context(lb.Model(path, chat_template=TEMPLATE))
+            path = folder / "toy.gguf"
+            toys.write_toy(path, name, vocab=vocabulary, seed=3, **KINDS[name][1])
+        self.has_mtp = name in MTP
+        model = lb.Model(path, chat_template=TEMPLATE, load_mtp=self.has_mtp)
+        self.model = opened.enter_context(model)
         is_exact = name != "default" and self.model.memory_type == "attention"
-        self.options: dict[str, Any] = {"n_ctx": N_CELLS, "n_threads": 1, "exact": is_exact}
+        self.options: dict[str, Any] = {"n_ctx": N_CELLS, "n_threads": 1}
+        self.options["exact"] = is_exact and not self.has_mtp
         if name != "default":
             self.options["kv_type"] = "bf16"
         clean = opened.enter_context(self.context(n_seq_max=2, prefix_cache=False))
@@ -56,18 +61,25 @@ class Kind:
         return lb.Context(self.model, **{**self.options, **options})
 
     @contextmanager
-    def contexts(self, seed: int) -> Iterator[tuple[lb.Context, lb.Context | None]]:
-        """Open the context of a program, and one of the draft model."""
+    def contexts(self, seed: int) -> Iterator[tuple[lb.Context, list[lb.Drafter]]]:
+        """Open the context of a program, and what may draft for it."""
         more: dict[str, Any] = {"n_ctx": (256, N_CELLS)[seed % 2], "prefix_cache": seed % 3 < 2}
         more |= {"n_seq_max": N_SEQ, "n_batch": 48}
         if seed % 4 == 3 and self.options["exact"]:  # cells of their own
             more |= {"kv_unified": False, "n_ctx": 256 * N_SEQ}
-        with ExitStack() as opened:
-            draft = self.draft
-            if draft is not None:
-                options = {**self.options, "n_ctx": N_CELLS, "n_seq_max": N_SEQ}
-                drafting = opened.enter_context(lb.Context(draft, **options))
-            yield opened.enter_context(self.context(**more)), drafting if draft else None
+        drafters: list[lb.Drafter] = []
+        with self.context(**more) as ctx, ExitStack() as opened:
+            if self.draft is not None:
+                options = {**self.options, "n_seq_max": N_SEQ}
+                drafting = opened.enter_context(lb.Context(self.draft, **options))
+                drafters.append(lb.ModelDrafter(drafting))
+            if self.head is not None:
+                head = opened.enter_context(lb.Context(self.head, target=ctx))
+                drafters.append(lb.EagleDrafter(head))
+            if self.has_mtp:
+                head = opened.enter_context(lb.Context(self.model, target=ctx))
+                drafters.append(lb.MTPDrafter(head))
+            yield ctx, drafters
 
 
 @pytest.mark.filterwarnings("ignore::llamabranch.errors.PerformanceWarning")  # agents read again
@@ -80,9 +92,9 @@ def test_every_text_of_a_program_is_what_it_is_alone(name: str, tmp_path: Path) 
         for seed in range(first, first + KINDS[name][0] * max(1, SOAK)):
             # A deadlock ends here, and shows where.
             faulthandler.dump_traceback_later(600, exit=True)
-            with kind.contexts(seed) as (ctx, drafting):
+            with kind.contexts(seed) as (ctx, drafters):
                 try:
-                    Program(ctx, kind.alone, seed, tally, drafting).run()
+                    Program(ctx, kind.alone, seed, tally, drafters).run()
                 except BaseException as error:
                     raise AssertionError(f"program {seed} of {name}") from error
     print(name, dict(tally))  # pytest -s shows it

@@ -20,7 +20,7 @@ from engine_runs import results_of, run
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, FunctionDrafter, Request, SamplingParams
 from llamabranch.context.runner import Batch
-from llamabranch.errors import BranchStateError, CacheFullError, UsageError
+from llamabranch.errors import BranchStateError, CacheFullError, ClosedError, UsageError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
 GUESTS = ["A little mouse", "In the dark wood", "Come here", "My dear", "Who is it"]
@@ -203,12 +203,11 @@ def test_a_prompt_that_is_scored_beside_such_a_text(both: tuple[Context, Context
 
 def test_a_row_whose_buffer_was_overwritten_cannot_be_read(ctx: Context) -> None:
     """A row that nobody has counted is empty after the next decode; it is not another text's."""
-    first, second = Batch(), Batch()
-    first.add(0, [5])
-    second.add(1, [6])
-    ((row,),) = ctx.decoder.decode(first)
-    ctx.decoder.decode(second)
-    assert not row.is_valid
+    batches = Batch(), Batch()
+    for seq_id, batch in enumerate(batches):
+        batch.add(seq_id, [5])
+    ((first,),), _ = map(ctx.decoder.decode, batches)
+    assert not first.is_valid
 
 
 # -- what such a function cannot do --------------------------------------------------------------------
@@ -312,6 +311,36 @@ def test_an_engine_whose_context_is_closed_generates_no_more(kind: str, tmp_path
         assert engine.close() == []
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "qwen35"])
+def test_a_context_that_another_thread_closes_meanwhile(kind: str, tmp_path: Path) -> None:
+    """A call that has found it open changes nothing, or raises ClosedError."""
+    path, tokens = toys.write_toy(tmp_path / "toy.gguf", kind, vocab="bytes"), [5] * 40
+    with lb.Model(path) as model, opened(model, exact=False, prefix_cache=True) as ctx:
+        Engine(ctx, None, max_tokens=4).generate([Request(tokens)])
+        branch, other = Branch.start(ctx, tokens), Branch.create(ctx)
+        handle = ctx.decoder.handle
+        ctx.close()
+        with suppress(ClosedError):
+            assert other.sequence.take_cached(tokens) == len(tokens)
+        for change in (handle.clear, lambda: handle.copy(0, 1, 0, -1), branch.prune, other.prune):
+            change()
+        assert handle.remove(0, 0, -1) and handle.position_range(0) == (-1, -1)
+
+
+def test_the_prefix_cache_is_asked_while_no_other_thread_changes_it(ctx: Context) -> None:
+    ctx.complete([5] * 40, max_tokens=1, drafter=None)
+    prefixes, found = ctx.prefix_cache, list[int]()
+    assert prefixes is not None
+    thread = threading.Thread(target=lambda: found.append(prefixes.n_common([5] * 40)))
+    with ctx.lock:
+        thread.start()
+        thread.join(0.1)
+        assert not found
+        prefixes.clear()
+    thread.join()
+    assert found == [0]
+
+
 # -- what such a function may do -------------------------------------------------------------------------
 
 
@@ -340,7 +369,7 @@ def with_one_that_uses(
     for i, prompt in enumerate(PROMPTS):
         settings, options = ({}, {}) if i or kind == "drafter" else with_use(kind, use)
         sampling = SamplingParams(temperature=0.8, seed=i, **settings)
-        engine.add_request(Request(prompt, str(i), 12, sampling, **options))
+        engine.add_request(Request(prompt, id=str(i), max_tokens=12, sampling=sampling, **options))
     events, raised = list[lb.Event](), list[Fault]()
     while engine.has_unfinished():
         try:
@@ -361,7 +390,9 @@ def test_a_function_may_add_requests_to_the_engine_that_calls_it(
     def use() -> None:
         if len(added) < 9:
             sampling = SamplingParams(temperature=0.8, seed=len(added))
-            request = Request(GUESTS[len(added) % 5], f"guest {len(added)}", 6, sampling)
+            request = Request(
+                GUESTS[len(added) % 5], id=f"guest {len(added)}", max_tokens=6, sampling=sampling
+            )
             added.append(engines[0].add_request(request))
 
     results, _ = with_one_that_uses(ctx, kind, use, engines.append)
@@ -463,7 +494,9 @@ def test_a_prompt_that_never_fits_keeps_nobody_waiting(target: lb.Model) -> None
         engine = Engine(ctx, None, wait_s=math.inf)
         sampling = SamplingParams(temperature=0.8, seed=1)
         for i, prompt in enumerate([tokens, *PROMPTS, tokens]):
-            engine.add_request(Request(prompt, str(i), 6, sampling, priority=i))
+            engine.add_request(
+                Request(prompt, id=str(i), max_tokens=6, sampling=sampling, priority=i)
+            )
         results = results_of(run(engine))
         for name in ("0", "5"):
             assert isinstance(results[name].error, CacheFullError)
@@ -485,7 +518,12 @@ def test_engines_of_two_threads_share_a_cache_that_is_too_small(
 ) -> None:
     def requests(number: int) -> list[Request]:
         return [
-            Request([5 + number + i] * 90, f"{number} {i}", 40, SamplingParams(seed=i))
+            Request(
+                [5 + number + i] * 90,
+                id=f"{number} {i}",
+                max_tokens=40,
+                sampling=SamplingParams(seed=i),
+            )
             for i in range(4)
         ]
 

@@ -59,7 +59,7 @@ def test_noise_is_the_same_every_time_and_different_for_every_argument() -> None
 def _uniforms(which: str) -> Floats:
     n = 20_000
     if which == "ids":
-        return np.exp(log_uniforms(3, 4, n))
+        return np.exp(log_uniforms(3, 4, np.arange(n, dtype=np.int32)))
     if which == "seeds":
         return np.array([uniform(seed, 4) for seed in range(n)])
     if which == "positions":

@@ -70,9 +70,8 @@ def test_a_strict_tool_is_refused_by_name(name: str, choice: str, toy: lb.Model)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_free_arguments_keep_their_names_in_every_form(shape: str, toy: lb.Model) -> None:
     form = TurnFormat.of(SHAPES[shape])
-    given = tools(
-        {**ODD["look-ahead"], "n": {"type": "integer", "not": {"const": 1}}}, "required", form
-    )
+    more = {"n": {"type": "integer", "not": {"const": 1}}, "u": {"type": ["string", "null"]}}
+    given = tools({**ODD["look-ahead"], **more}, "required", form)
     with pytest.warns(GrammarWarning):
         grammar = turn_grammar(toy, given)
     assert accepts(toy, grammar, form.write([ToolCall("odd", {"a": "/x", "n": 1})]))

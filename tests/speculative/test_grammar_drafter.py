@@ -5,8 +5,9 @@ Contexts are exact, so texts are compared with ==.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from drafts import FIXED
 
@@ -15,6 +16,7 @@ from llamabranch import (
     Branch,
     ChainDrafter,
     Context,
+    Distribution,
     Engine,
     FunctionDrafter,
     Grammar,
@@ -26,6 +28,8 @@ from llamabranch import (
     Speculator,
     SuffixDrafter,
 )
+from llamabranch.generation.drafter import Draft, DraftLength, DraftState, FixedLength, NullState
+from llamabranch.generation.text import Text
 from llamabranch.speculative.combined import DrafterChoice
 
 SCHEMA = {
@@ -128,6 +132,35 @@ def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
     assert generation.finish().text == "123 456 789"
     assert generation.stats.num_draft_tokens == 0
     assert set(generation.stats.target_decodes_by_n) == {1}
+
+
+def test_values_may_be_drawn_at_random_once_and_copied_later(ctx: Context) -> None:
+    """As in a chain of copies and a model. Before, the second one had no source: IndexError."""
+    model = ctx.model
+    letter = next(token for token in range(model.n_vocab) if model.piece(token) == b" a")
+    sources = iter([[Distribution.from_probs(np.array([0.5, 0.5]), np.array([letter, 0]))], []])
+
+    class Values(NullState, lb.Drafter):
+        name = "values"
+
+        def check(self, target: lb.Model) -> None: ...
+
+        def start(self, target: Text, rule: str) -> DraftState:
+            return self
+
+        def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+            source = next(sources, None)
+            return Draft([letter] * (source is not None), source or [], stopped="no evidence")
+
+    grammar = Grammar.from_regex("The old king: [ab]; the young king: [ab]; the queen.")
+    with Branch.start(ctx, PROMPT, grammar=grammar) as branch:
+        state = GrammarDrafter(Values()).start(branch.sequence, "token")
+        draft = state.propose(branch.tokens, FixedLength(64), 64)
+    assert draft.forced.count(False) == 2 and draft.forced[-1]
+    assert len(draft.sources) == len(draft.tokens)
+    drawn = draft.forced.index(False)
+    for i, (token, source) in enumerate(zip(draft.tokens, draft.sources, strict=True)):
+        assert source.prob(token) == (0.5 if i == drawn else 1.0)
 
 
 @pytest.mark.parametrize("drafter", ["auto", None])

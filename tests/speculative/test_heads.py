@@ -170,7 +170,7 @@ def test_drafts_of_several_texts_share_decodes_and_an_interrupted_one_is_drawn_a
         pair.drafter.ctx.interrupt()
         with pytest.raises(DecodeInterruptedError):
             state.propose(tokens, FixedLength(5), 5)
-        assert state.n_read == 0
+        assert not any(map(state.n_pairs, range(len(state.seq_ids))))
         before = decoder.n_decodes
         alone.append(state.propose(tokens, FixedLength(5), 5).tokens)
         n_alone.append(decoder.n_decodes - before)
@@ -265,7 +265,7 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
             assert ctx.kv_cache.compact()
             hidden = ctx.kv_cache.hidden
             assert hidden is not None
-            rows = [row for row in hidden.all_of(branch.sequence.seq_id) if row is not None]
+            rows = [row for row in hidden.of(branch.sequence.seq_id) if row is not None]
             assert np.array_equal(np.stack(rows), before)
             head.close()
             branch.step()

@@ -10,7 +10,15 @@ from functools import lru_cache
 
 from ...errors import GrammarError, GrammarWarning, UnsupportedError, warn
 from ...model import Model
-from ...model.call_form import ArgumentTags, Around, CallForm, Slot, Values, is_text_schema
+from ...model.call_form import (
+    ArgumentTags,
+    Around,
+    CallForm,
+    Slot,
+    Values,
+    is_text_schema,
+    properties_of,
+)
 from ...model.shape import pointed
 from ...model.tools import Tools
 from . import schema as json_schemas
@@ -94,15 +102,13 @@ _compiled_schema = lru_cache(maxsize=64)(Grammar.from_json_schema)
 
 def _freed(schema: object) -> dict[str, object]:
     """Return a schema for an object with any values, for forms that write properties in tags."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    known = properties if isinstance(properties, Mapping) else {}
-    types = {
-        key: inner.get("type") if isinstance(inner, Mapping) else None
-        for key, inner in known.items()
+    kinds = {
+        key: str(inner.get("type")) if isinstance(inner, Mapping) else ""
+        for key, inner in properties_of(schema).items()
     }
     return {
         "type": "object", "additionalProperties": True,
-        "properties": {k: {"type": t} if t in _EXAMPLES else {} for k, t in types.items()},
+        "properties": {key: {"type": k} if k in _EXAMPLES else {} for key, k in kinds.items()},
     }  # fmt: skip
 
 
@@ -265,11 +271,8 @@ class _Writer:
     def _unit(self, form: CallForm, i: str, name: str) -> str:
         """Return the rule of a call of one function, without the literal that calls begin with."""
         schema = self._tools.schemas[name]
-        parts = list(form.unit)
-        if form.kind != "json" and parts and isinstance(parts[0], str):
-            parts = parts[1:]
-        if form.kind == "json":
-            parts = parts[form.object_at :]
+        is_json = form.kind == "json"
+        parts = [*form.unit[form.object_at if is_json else isinstance(form.unit[0], str) :]]
         words: list[str] = []
         text = ""
         for at, part in enumerate(parts):
@@ -277,7 +280,6 @@ class _Writer:
                 text += part
                 continue
             if part is Slot.NAME:
-                is_json = form.kind == "json"
                 text += json.dumps(name, ensure_ascii=False)[1:-1] if is_json else name
                 continue
             if part is Slot.ID and form.name_in_id:
@@ -328,7 +330,7 @@ class _Writer:
         does not go back.
         """
         is_text = is_text_schema(schema, root)
-        other = tags.around(_EXAMPLES.get(_kind_of(schema, root), 0))
+        other = tags.around(_EXAMPLES.get(str(_resolved(schema, root).get("type")), 0))
         choices: list[tuple[Around, bool]] = []
         if tags.text is not None and is_text is not False:
             choices.append((tags.text, True))
@@ -468,7 +470,7 @@ class _Writer:
     ) -> str:
         """Return a rule for the inside of a tag: a text, or nested tags."""
         before, between, after, end = values.tags or ("", "", "", "")
-        kind, properties = schema.get("type"), schema.get("properties")
+        kind = schema.get("type")
 
         def member(name: str, key: str, inner: object) -> str:
             closing = f"{after}{key}{end}"
@@ -481,12 +483,13 @@ class _Writer:
         if kind == "array":
             item = self._rule(f"{rule}_item", member(f"{rule}_i", "item", schema.get("items")))
             return self._rule(rule, f"({item})" + ("+" if schema.get("minItems") else "*"))
-        if kind == "object" and isinstance(properties, Mapping) and properties:
-            inner, _ = _members(
-                schema,
-                lambda k, key, s: (self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, s)),) * 2,
-            )
-            return self._rule(rule, inner)
+        if kind == "object" and properties_of(schema):
+
+            def written(k: int, key: str, inner: object) -> tuple[str, str]:
+                text = self._rule(f"{rule}_{k}", member(f"{rule}_{k}v", key, inner))
+                return text, text
+
+            return self._rule(rule, _members(schema, written)[0])
         if kind in ("integer", "number", "boolean", "null"):
             return self._json(schema, Values())
         key = self._rule("TAG", r"/[^\s<>]+/")
@@ -570,14 +573,11 @@ def _members(
         write: gets the number, the name and the schema of a property; returns its text as the first
             one, and its text after others.
     """
-    properties, required = (
-        schema.get(name) if isinstance(schema, Mapping) else None
-        for name in ("properties", "required")
-    )
+    required = schema.get("required") if isinstance(schema, Mapping) else None
     first = rest = ""
     may_be_empty = True
-    known = properties.items() if isinstance(properties, Mapping) else ()
-    members = [(key, *write(k, key, inner)) for k, (key, inner) in enumerate(known)]
+    known = enumerate(properties_of(schema).items())
+    members = [(key, *write(k, key, inner)) for k, (key, inner) in known]
     for key, text, later in reversed(members):
         following = f"{text} {rest}".rstrip()
         if isinstance(required, list) and key in required:
@@ -596,7 +596,3 @@ def _resolved(schema: object, root: object) -> Mapping[str, object]:
             break
         schema = pointed(reference, root)
     return schema if isinstance(schema, Mapping) else {}
-
-
-def _kind_of(schema: object, root: object) -> str:
-    return str(_resolved(schema, root).get("type"))

@@ -31,6 +31,7 @@ __all__ = ["Capabilities", "open_native"]
 
 _MOST_OFF = 20  # rounding may change logits by at most 1/20 of what another token changes
 _ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo; their states may take 1/8 of the memory
+_OF_HEAD = "a head only drafts"
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
 
@@ -49,14 +50,14 @@ class Capabilities:
             (One exception, reported by ``usage().in_order``: the cache ran full while raw sequences or an
             unfinished prompt prevented compaction, see ``compaction.py``.)
         exact_reason: why, or why not.
-        state_bytes: the size of the recurrent state of a sequence; 0 without one.
+        state_bytes: the size of the recurrent state of a sequence; 0 without one. ``rollback`` more are
+            kept.
         checkpoints: whether earlier states are kept, if the end of a sequence cannot be dropped.
         checkpoints_reason: why, or why not.
         rollback: how many drafted tokens are verified in place, if the memory has recurrent states:
             llama.cpp keeps this many states of the last tokens of each sequence. 0 = drafts are verified
             on a fork.
         rollback_reason: why, or why not.
-        rollback_bytes: the size of these states of a sequence, in addition to ``state_bytes``.
     """
 
     can_truncate: bool
@@ -70,7 +71,6 @@ class Capabilities:
     checkpoints_reason: str = "the end of a sequence can be dropped"
     rollback: int = 0
     rollback_reason: str = "the end of a sequence can be dropped"
-    rollback_bytes: int = 0
 
 
 class Target(Protocol):
@@ -121,17 +121,22 @@ def open_native(
                 _check_exact(model, reason if n_exact < least else "")
                 params = replace(params, n_ubatch=n_exact)
                 handle = _create(model, params, target)
-        encoded = 0
-        if target is not None and model.shares_memory:  # trials need memory
-            capabilities, memory = _probe_sharing_head(handle, target.capabilities)
-        else:
-            capabilities, memory = _probe(handle, model, params, is_head=is_head)
-        if target is not None:
-            if not model.shares_memory and not memory.can_draft:
+        memory: Memory = States(handle)
+        if target is None:
+            capabilities, memory = _probe(handle, model, params)
+        elif not model.shares_memory:
+            capabilities, memory = _probe(handle, model, params, is_head=True)
+            if not memory.can_draft:
                 raise UnsupportedError(
                     "a head must be able to drop what it has drafted", hint="leave swa_full out"
                 )
-            encoded = _open_head(handle, model, target)
+        else:  # trials would need memory
+            if not handle.kv_unified:
+                _check_copies(None)
+            capabilities = replace(
+                target.capabilities, can_truncate=False, exact=False, exact_reason=_OF_HEAD
+            )
+        encoded = 0 if target is None else _open_head(handle, model, target)
     except BaseException as error:
         handle.close()
         if requested.kv_unified == "auto" and isinstance(error, UnsupportedError):
@@ -341,7 +346,6 @@ def _probe(
         checkpoints_reason=reason,
         rollback=n_rollback,
         rollback_reason=rollback_reason,
-        rollback_bytes=handle.n_rollback * state_bytes,
     )
     return capabilities, memory
 
@@ -410,19 +414,6 @@ def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str
         return False, error.message
     finally:
         memory.clear()
-
-
-def _probe_sharing_head(handle: ContextHandle, target: Capabilities) -> tuple[Capabilities, Memory]:
-    """Return the capabilities of a head that reads its target's memory; nothing is tried out."""
-    if not handle.kv_unified:
-        _check_copies(None)
-    capabilities = replace(
-        target,
-        can_truncate=False,
-        exact=False,
-        exact_reason="a head only drafts",
-    )
-    return capabilities, States(handle)
 
 
 def _check_copies(layout: StateLayout | None) -> None:

@@ -268,7 +268,7 @@ def test_what_it_costs_is_told(model: lb.Model) -> None:
     with Context(model, **OPTIONS) as context:
         capabilities = context.capabilities
     assert capabilities.rollback == 8
-    assert capabilities.rollback_bytes == 8 * capabilities.state_bytes > 0
+    assert capabilities.state_bytes > 0
     assert "8 tokens were undone" in capabilities.rollback_reason
     with Context(model, **OPTIONS, n_rs_seq=3) as context:
         assert context.capabilities.rollback == 3

@@ -93,7 +93,8 @@ class ThreadWatch:
         numbers: Sequence[int],
         clock: Callable[[], tuple[float, float]] = _clock,
     ) -> None:
-        self._use, self._clock, self._n, self._was_slow = use, clock, 0, False
+        self._use, self._clock, self._n = use, clock, 0
+        self._was_slow = True  # the first decode is timed
         self._kinds = _Kind(numbers), _Kind(numbers)
 
     @property

@@ -612,7 +612,8 @@ class TurnReader:
                 self._in_section = True
             return form is not None
         if kind in ("bare", "fence", "tagged", "python"):
-            return self._loose(kind, cursor)
+            self._read_calls(cursor, self._form, kind)
+            return True
         is_possible = {
             "thought": self._is_first or self._is_anew,
             "stray end": self._is_first,  # of a thought that the prompt opened, or of no thought
@@ -672,9 +673,9 @@ class TurnReader:
                     return True
             elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
                 with contextlib.suppress(Mismatch):
-                    if self._loose("bare", Cursor(buffer, at, last=last)):
-                        self._in_thought = False
-                        return True
+                    self._read_calls(Cursor(buffer, at, last=last), self._form, "bare")
+                    self._in_thought = False
+                    return True
         end_at = buffer.find(end, self._at)
         at_call = self._call_in(self._at, last) if end_at < 0 else -1
         if at_call >= 0:
@@ -730,15 +731,16 @@ class TurnReader:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _read_calls(self, cursor: Cursor, form: CallForm) -> None:
-        inner = cursor.at
+    def _read_calls(self, cursor: Cursor, form: CallForm, kind: str = "") -> None:
+        """Read calls in a form of the template, or of a kind that models write on their own."""
+        start = cursor.at
         try:
-            calls = form.read_call(cursor, self._known)
+            calls = self._loose(kind, cursor) if kind else form.read_call(cursor, self._known)
         except Incomplete:
             if self._eager:
-                self._tell_early(inner, form)
+                self._tell_early(start, form)
             raise
-        raw = self._raw_arguments(inner, calls, form)
+        raw = self._raw_arguments(start, calls, form)
         self._at = cursor.at
         for call in calls:
             self._call(call, raw)
@@ -796,41 +798,32 @@ class TurnReader:
             self._at = len(self._buffer)  # the end of a turn that was cut inside a tag
         return True
 
-    def _loose(self, kind: str, cursor: Cursor) -> bool:
-        """Read calls that a model writes in another form than its template's."""
+    def _loose(self, kind: str, cursor: Cursor) -> list[ToolCall]:
+        """Return calls that a model writes in another form than its template's."""
         start, close = cursor.at, _CLOSES.get(kind, "")
         if not close and not (self._is_first or self._trims or "\n" in self._space):
-            return False  # not at the beginning of a line
+            raise Mismatch  # not at the beginning of a line
         if kind == "python":
-            calls = self._python(cursor)
-        elif close:
-            opening = _FENCE.match(self._buffer, start)
-            cursor.at = opening.end() if opening else start + len(self._marks[kind])
-            if opening and not cursor.last and self._buffer[start + 3 :].strip(" ").isalnum():
-                raise Incomplete  # the name of a language
-            calls = self._objects(cursor, one=False)
-            cursor.space()
-            if cursor.last and close.startswith(cursor.text[cursor.at :]):
-                cursor.at = len(cursor.text)
-            else:
-                cursor.literal(close)
-        else:
-            try:
-                calls = self._objects(cursor, one=True)
-            except Incomplete:
-                if self._eager:
-                    self._tell_early(start, self._form)
-                raise
+            return self._python(cursor)
+        if not close:
+            calls = self._objects(cursor, one=True)
             after = cursor.text[cursor.at : cursor.at + 1]
             if not after and not cursor.last:
                 raise Incomplete
             if not after.isspace() and after not in "<[;,{`":
                 raise Mismatch
-        self._at = cursor.at
-        raw = self._raw_arguments(start, calls, self._form)
-        for call in calls:
-            self._call(call, raw)
-        return True
+            return calls
+        opening = _FENCE.match(self._buffer, start)
+        cursor.at = opening.end() if opening else start + len(self._marks[kind])
+        if opening and not cursor.last and self._buffer[start + 3 :].strip(" ").isalnum():
+            raise Incomplete  # the name of a language
+        calls = self._objects(cursor, one=False)
+        cursor.space()
+        if cursor.last and close.startswith(cursor.text[cursor.at :]):
+            cursor.at = len(cursor.text)
+        else:
+            cursor.literal(close)
+        return calls
 
     def _python(self, cursor: Cursor) -> list[ToolCall]:
         """Return calls in the form of Llama 4 and LFM2: ``[find(text="x"), ping()]``."""

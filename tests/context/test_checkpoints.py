@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import toys
 from drafts import counting
 from llama_cpp import llama_cpp as C
-from random_programs import N_CELLS, N_SEQ, TEMPLATE, Alone, Program, User
+from random_programs import N_CELLS, N_SEQ, TEMPLATE, Alone, Program
 from rounding import rounding
 
 import llamabranch as lb
@@ -41,8 +40,7 @@ TEXT = [2 + (7 * i + i * i) % 250 for i in range(900)]
 @pytest.fixture(scope="module", params=KINDS)
 def ctx(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("checkpoints") / f"{request.param}.gguf"
-    toys.write_toy(path, request.param, vocab="bytes")
-    model = lb.Model(path, chat_template=TEMPLATE)
+    model = lb.Model(toys.write_toy(path, request.param, vocab="bytes"))
     with Context(model, owns_model=True, **OPTIONS) as context:
         yield context
 
@@ -252,37 +250,46 @@ def test_a_state_that_cannot_be_kept_or_put_back_is_read_again(
 # -- any order ---------------------------------------------------------------------------------------
 
 
-def rewind(user: User) -> None:
-    """Let a branch of a program grow and go back."""
-    memory = user.ctx.kv_cache
-    assert isinstance(memory, States)
-    assert 0 <= memory.checkpoints.n_bytes <= user.ctx.params.checkpoint_ram
-    if user.branches:
-        branch = user.random.choice(user.branches)
-        for token in user.tokens(12):
-            branch.commit(token)
-        position = user.random.randint(1, branch.position)
-        usable = memory.usable(branch.seq_id, position)
-        user.tally["returned"] += 0 < usable < branch.position
-        branch.rewind(position)
+class Walk(Program):
+    """A program that mostly grows, forks and rewinds branches, in a context with few checkpoints."""
+
+    def __init__(self, ctx: Context, alone: Alone, seed: int, tally: Counter[str]) -> None:
+        super().__init__(ctx, alone, seed, tally)
+        del self.users[1:]
+        (self.user,) = self.users
+        user = self.user
+        user.acts = [user.start, user.serve, *[user.on_a_branch] * 5, *[self.rewind] * 4]
+        memory = ctx.kv_cache
+        assert isinstance(memory, States)
+        self.states = memory
+        memory.every, memory.apart = 9, 4
+
+    def rewind(self) -> None:
+        user = self.user
+        if user.branches:
+            branch = user.random.choice(user.branches)
+            for token in user.tokens(12):
+                branch.commit(token)
+            position = user.random.randint(1, branch.position)
+            usable = self.states.usable(branch.seq_id, position)
+            self.tally["returned"] += 0 < usable < branch.position
+            branch.rewind(position)
+        assert 0 <= self.states.checkpoints.n_bytes <= self.ctx.params.checkpoint_ram
 
 
 @pytest.mark.parametrize("n_kept", [5, 1000])
 def test_any_order_of_steps_leaves_each_text_as_it_is_alone(ctx: Context, n_kept: int) -> None:
-    """Programs that mostly grow, fork and rewind branches. ``n_kept``: there is room for so many."""
+    """``n_kept``: how many checkpoints there is room for."""
     with Branch.start(ctx, TEXT[:64]):
         size = ctx.kv_cache.checkpoints.n_bytes  # type: ignore[attr-defined]
     tight = {"n_ctx": N_CELLS, "n_seq_max": N_SEQ, "checkpoint_ram": n_kept * size}
     alone, tally = Alone(ctx, rounding(ctx, 0.1)), Counter[str]()
     for seed in range(6):
-        with Context(ctx.model, **{**OPTIONS, **tight}) as small:
-            memory = small.kv_cache
-            assert isinstance(memory, States)
-            memory.every, memory.apart = 9, 4
-            program = Program(small, alone, seed, tally)
-            for user in program.users:
-                grows = [user.on_a_branch] * 5 + [partial(rewind, user)] * 4
-                user.acts = [user.start, user.serve, *grows]
-            program.run(40)
-            assert small.closed or memory.checkpoints.n_bytes == 0
+        with (
+            lb.Model(ctx.model.path, chat_template=TEMPLATE) as model,
+            Context(model, **{**OPTIONS, **tight}) as small,
+        ):
+            walk = Walk(small, alone, seed, tally)
+            walk.run(40)
+            assert small.closed or walk.states.checkpoints.n_bytes == 0
     assert tally["returned"] > 10 and tally["comparisons"] > 100, tally

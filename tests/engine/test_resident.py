@@ -250,7 +250,7 @@ def test_turn_of_a_chat_reads_only_what_is_new(
             check_alone(other_ctx, requests[0], result)
             check_alone(other_ctx, requests[1], beside)
             if turn:  # the answer's last token was never decoded
-                assert result.num_cached_tokens == len(history) - len(new) - 1
+                assert result.cached == len(history) - len(new) - 1
             history += result.tokens
         # Every text is read once. A round reads the tokens that were not drafted, and drafts two.
         assert engine.stats.prompt_tokens <= 1.05 * distinct + 9

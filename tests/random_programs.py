@@ -82,7 +82,7 @@ def agent(target: Context | lb.AsyncEngine, seed: int, use: Use = lambda: None) 
         return "done"
 
     return lb.Agent(
-        target, tools=[work], tool_choice="required", parallel_calls=False, max_turns=2,
+        target, tools=[work], tool_choice="required", parallel_tool_calls=False, max_turns=2,
         max_tokens=AGENT_TOKENS, temperature=0.8, seed=seed,
     )  # fmt: skip
 
@@ -227,7 +227,7 @@ class User:
         if self.random.random() < 0.05:
             prompt = [5] * (self.ctx.n_ctx_seq + self.random.randint(1, 9))
         request = Request(
-            prompt, id=str(next(self.program.numbers)), max_tokens=self.random.randint(1, 8),
+            prompt, id=f"request {next(self.program.numbers)}", max_tokens=self.random.randint(1, 8),
             sampling=sampling, n=self.random.choice([1, 1, 3]), priority=self.random.randrange(2),
             on_round=on_round if self.random.random() < 0.5 else None,
             prompt_logprobs=0 if self.random.random() < 0.1 else None, **self.options(),
@@ -416,9 +416,11 @@ class User:
         if not self.branches:
             return self.start()
         branch, use = self.random.choice(self.branches), self.use()
-        kind = self.random.randrange(11)
+        kind = self.random.randrange(12)
         if kind == 0:
             self.branches.append(branch.fork())
+        elif kind == 11 and branch.fork_position:
+            branch.promote()
         elif kind == 1:
             branch.extend(self.tokens(8))
         elif kind == 2:
@@ -709,6 +711,7 @@ class User:
         is_shared = self.random.random() < 0.4
         engine = self.program.engine if is_shared else self.async_engine()
         plans = [(self.request(), self.random.randint(1, 30)) for _ in range(3)]
+        call = self.tokens(), SamplingParams(**self.settings())
         has_agent, use = self.random.random() < 0.3, self.use()
 
         async def read(request: Request, most: int) -> None:
@@ -721,9 +724,13 @@ class User:
                     if not most:
                         return
 
+        async def complete(prompt: list[int], sampling: SamplingParams) -> None:
+            result = await engine.complete(prompt, max_tokens=6, sampling=sampling)
+            self.check_result(result, prompt, sampling, 6)
+
         async def main() -> None:
             try:
-                tasks = [read(*plan) for plan in plans]
+                tasks = [*(read(*plan) for plan in plans), complete(*call)]
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
                 if has_agent:
                     self.check_report(await agent(engine, 1, use).arun("Go."), "Go.")
@@ -751,7 +758,9 @@ class User:
     def act(self) -> None:
         with self.surviving():
             act = self.random.choice(self.acts)
-            with suppress(CapacityError):
+            is_short = self.may_raise and self.random.random() < 0.1
+            seconds = self.random.random() / 100 if is_short else 1000
+            with suppress(CapacityError), self.ctx.time_limit(seconds):
                 act()
             self.tally["acts"] += 1
             self.branches = [branch for branch in self.branches if branch.state != "pruned"]

@@ -51,6 +51,7 @@ _FENCE = re.compile(r"```[ \t]*[\w.+-]*\s*")
 _CLOSES = {"fence": "```", "tagged": "</tool_call>"}
 _LOOSE_HEAD = re.compile(r"(?:```[ \t]*[\w.+-]*\s*)?[\[{][\[{\s]*")
 _BARE_KEYS = ("arguments", "parameters")
+FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}'
 
 
 class Turn(NamedTuple):
@@ -118,24 +119,19 @@ def call_id(salt: str, index: int, name: str) -> str:
     return letters
 
 
-def known_functions(tools: Iterable[object]) -> Known:
-    """Return the functions of OpenAI's tool objects or bare function objects; no tools = any function.
+def function_of(tool: object) -> tuple[str, Mapping[str, object]]:
+    """Return the name and the function of OpenAI's tool object, or of a bare function object.
 
     Raises:
-        ConfigError: a tool is not a function with a name.
+        ConfigError: it is not a function with a name.
     """
-    schemas: dict[str, object] = {}
-    all_tools = list(tools)
-    for tool in all_tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-            raise ConfigError(
-                f"a tool must be a function with a name, not {shown(tool)}",
-                hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
-            )
-        schemas[name] = function.get("parameters")
-    return Known(schemas if all_tools else None)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"a tool must be a function with a name, not {shown(tool)}", hint=FUNCTION
+        )
+    return name, function
 
 
 @dataclass(frozen=True)
@@ -360,7 +356,9 @@ class TurnReader:
         calls: bool = True,
     ) -> None:
         self._tools = list(tools)
-        self._turns, self._form, self._known = form, form.form, known_functions(self._tools)
+        functions = [function_of(tool) for tool in self._tools]
+        known = {name: function.get("parameters") for name, function in functions}
+        self._turns, self._form, self._known = form, form.form, Known(known or None)
         self._salt, self._eager, self._reads_calls = salt, eager, calls
         inside = form.starts_in_thought if in_thought is None else in_thought
         self._in_thought = inside and bool(form.thought_end)

@@ -176,6 +176,7 @@ class Core:
                     elapsed_s = perf_counter() - start
                     for stats in self._stats_of(self._in_step, caller):
                         stats.elapsed_s += elapsed_s
+                    self._step, self._in_step = None, []
                     self._deliver()
         self.tidy()
 
@@ -224,9 +225,8 @@ class Core:
 
     def _deliver(self) -> None:
         """Give the events of the step to the callers."""
-        while (
-            self._events
-        ):  # in one line, so that an interrupt between two lines cannot lose an event
+        while self._events:
+            # This is one line so that an interrupt between two lines cannot lose an event.
             self._events[0][0].events.append(self._events.popleft()[1])
 
     def _recover(self) -> None:

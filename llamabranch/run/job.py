@@ -99,7 +99,10 @@ Told = tuple[Caller, Event]  # an event, and who gets it
 
 
 class Job:
-    """A tokenized request. It creates the choice of a text when the text is the next in the queue.
+    """A request that runs; see ``Engine.submit``.
+
+    ``for event in job`` yields its events. Its texts are choices: it creates the choice of a text when
+    the text is the next in the queue.
 
     Args:
         request, name: the request and its id.

@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..hub import resolve
 from ..model import Model
-from ..request.request import AnyRequest, Requests, as_request, identity
+from ..request.request import AnyRequest, Request, Requests, as_request, identity
 from ..request.result import EngineStats, Event, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
@@ -206,7 +206,9 @@ class Engine:
         if isinstance(request, Job):
             return request
         with self._adding:
-            name = identity(request, self._n_added)
+            has_id = isinstance(request, Request) and request.id is not None
+            while (name := identity(request, self._n_added)) in self.client.jobs and not has_id:
+                self._n_added += 1
             self._check_addable(name)
             seed = self._draw_seed()
             job = Job(as_request(request), name, self.client, seed, reports_tokens=reports_tokens)

@@ -147,7 +147,7 @@ async def run_all(ctx: lb.Context, tasks: Sequence[Task]) -> list[lb.agents.Repo
 
     async def run_task(engine: lb.AsyncEngine, number: int, task: Task) -> lb.agents.Report:
         agent = lb.Agent(
-            engine, SYSTEM, [TOOLS[name] for name in task.tools], parallel_calls=False, max_turns=4,
+            engine, SYSTEM, [TOOLS[name] for name in task.tools], parallel_tool_calls=False, max_turns=4,
             max_tokens=250, temperature=0, seed=1,
         )  # fmt: skip
         async with free:

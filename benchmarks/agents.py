@@ -62,7 +62,7 @@ def agent(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
         async with lb.AsyncEngine(ctx) as engine:
             one = lb.Agent(
                 engine, [("system", SYSTEM), ("user", text)], [find], tool_choice="find",
-                parallel_calls=False, max_turns=2, max_tokens=40 + n_tokens, temperature=0, seed=1,
+                parallel_tool_calls=False, max_turns=2, max_tokens=40 + n_tokens, temperature=0, seed=1,
             )  # fmt: skip
             first = await one.arun(list(QUESTIONS))
             more = await asyncio.gather(*(one.arun(SECOND, after=report) for report in first))

@@ -204,7 +204,7 @@ class _Ours:
         prompts = [text.tokens for text in self._texts[:n_prompts]]
         for text in self._texts:
             text.prune()
-        with lb.Engine(self._ctx, sampling=self._sampling) as engine:
+        with lb.Engine(self._ctx, None, sampling=self._sampling) as engine:
             for prompt in prompts:
                 engine.add_request(lb.Request(prompt, n=each, max_tokens=n + 1))
             begun: set[tuple[str, int]] = set()

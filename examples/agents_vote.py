@@ -32,7 +32,7 @@ async def solve(ctx: lb.Context) -> None:
     async with lb.AsyncEngine(ctx) as engine:
         solver = lb.Agent(
             engine, "Calculate with the function. Answer in one sentence.", tools=[calculate],
-            output=Answer, tool_choice="required", parallel_calls=False, max_turns=4, max_tokens=240,
+            output=Answer, tool_choice="required", parallel_tool_calls=False, max_turns=4, max_tokens=240,
             temperature=0.8, seed=1,
         )  # fmt: skip
         question = "A train goes 2 km in a minute. How many minutes does it take for 90 km?"

@@ -38,10 +38,14 @@ from .engine import (
     Result as Result,
 )
 from .errors import (
+    CacheFullError as CacheFullError,
     CapacityError as CapacityError,
     ConfigError as ConfigError,
     DecodeInterruptedError as DecodeInterruptedError,
+    GrammarError as GrammarError,
     LlamaBranchError as LlamaBranchError,
+    ParseError as ParseError,
+    ToolError as ToolError,
 )
 from .hub import fetch as fetch
 from .loading import (

@@ -82,7 +82,7 @@ def agent(target: Context | lb.AsyncEngine, seed: int, use: Use = lambda: None) 
         return "done"
 
     return lb.Agent(
-        target, tools=[work], tool_choice="required", parallel_calls=False, max_turns=2,
+        target, tools=[work], tool_choice="required", parallel_tool_calls=False, max_turns=2,
         max_tokens=AGENT_TOKENS, temperature=0.8, seed=seed,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ class Agent(Settings, Generic[T]):
             instance of the type.
         name, about: its name and description if it is a tool of another agent.
         tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
-        parallel_calls: whether a turn may have several calls.
+        parallel_tool_calls: whether a turn may have several calls.
         max_turns: the most turns of a task. The last one has no calls.
         max_tokens: the most tokens of a task, of all turns together.
         max_seconds: the most seconds of a task; None = no limit. The text written so far is kept.
@@ -77,7 +77,7 @@ class Agent(Settings, Generic[T]):
             error. The function's thread cannot be stopped and continues.
         result_tokens: the most tokens of a result that the model reads. A longer result is cut in its
             middle: the model reads three quarters of this from its beginning, and the rest from its end.
-        think: False = the model does not think before it answers; True = it does; a number = the most
+        thinking: False = the model does not think before it answers; True = it does; a number = the most
             tokens of a thought; None = the default of its template.
         forks: offer the model a function ``fork(tasks)``: copies of the agent continue from everything
             that it has read and do one task each, and it gets their answers.
@@ -107,13 +107,13 @@ class Agent(Settings, Generic[T]):
         name: str = "agent",
         about: str = "",
         tool_choice: str = "auto",
-        parallel_calls: bool = True,
+        parallel_tool_calls: bool = True,
         max_turns: int = 8,
         max_tokens: int = 2048,
         max_seconds: float | None = None,
         tool_seconds: float = 60.0,
         result_tokens: int = 1024,
-        think: ThinkingChoice = None,
+        thinking: ThinkingChoice = None,
         forks: bool = False,
         tell: type[Exception] | tuple[type[Exception], ...] = ToolError,
         repeats: int = 2,
@@ -135,8 +135,8 @@ class Agent(Settings, Generic[T]):
             )
         check_names(settings, _PARAMETERS)
         flag("forks", forks)
-        flag("parallel_calls", parallel_calls)
-        thinking_budget(think)  # a bad value is refused now
+        flag("parallel_tool_calls", parallel_tool_calls)
+        thinking_budget(thinking)  # a bad value is refused now
         self.target, self.context = target, context
         if isinstance(messages, str):
             messages = [("system", messages)] if messages else ()
@@ -144,7 +144,7 @@ class Agent(Settings, Generic[T]):
         self.tools = _known(tools, context, forks=forks)
         self.grammar, self.name = _output(output), name
         self.about = instance("about", about, str)
-        self.tool_choice, self.parallel_calls = tool_choice, parallel_calls
+        self.tool_choice, self.parallel_tool_calls = tool_choice, parallel_tool_calls
         self.max_turns = whole("max_turns", max_turns, 1)
         self.max_tokens = whole("max_tokens", max_tokens, 1)
         self.tool_seconds = bounded("tool_seconds", tool_seconds, _LEAST_S, math.inf)
@@ -152,18 +152,18 @@ class Agent(Settings, Generic[T]):
             max_seconds = bounded("max_seconds", max_seconds, _LEAST_S, math.inf)
         self.max_seconds = max_seconds
         self.result_tokens = whole("result_tokens", result_tokens, 16)
-        self.think, self.forks, self.tell = think, forks, _told(tell)
+        self.thinking, self.forks, self.tell = thinking, forks, _told(tell)
         self.repeats = whole("repeats", repeats, 0)
         self.sampling = settings_of(sampling, **settings)
         described, model = [tool.described for tool in self.tools.values()], context.model
-        known = Tools(described, tool_choice, model.turn_format, parallel=parallel_calls)
-        turns = Turns(model, known, think)
+        known = Tools(described, tool_choice, model.turn_format, parallel=parallel_tool_calls)
+        turns = Turns(model, known, thinking)
         try:
             _ = turns.free, turns.forced
         except GrammarError as error:
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
         prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
-        plan_thinking(model, prompt, think, has_calls=bool(self.tools))
+        plan_thinking(model, prompt, thinking, has_calls=bool(self.tools))
         context.keep_prefixes()
         if context.prefix_cache is None:
             warn(

@@ -242,7 +242,7 @@ class AgentPath:
             forced = turns.forced if is_first else None
             tools = turns.first if forced is not None else turns.others
             turn = await self._write(
-                forced or turns.free, tools if tools.is_used else None, self._agent.think
+                forced or turns.free, tools if tools.is_used else None, self._agent.thinking
             )
             is_first = False
             if not turn.calls and tools.is_used and turns.looks_like_call(turn.content):
@@ -270,7 +270,7 @@ class AgentPath:
         for has_tools in (True, False) if self._turn else (False,):
             if not has_tools:
                 self._add(self._turns.prompt(self._messages, has_tools=False))
-            turn = await self._write(None, self._turns.others, self._agent.think)
+            turn = await self._write(None, self._turns.others, self._agent.thinking)
             if not turn.calls and not self._turns.looks_like_call(turn.content):
                 self._messages.append(_answer(turn))
                 return
@@ -279,21 +279,21 @@ class AgentPath:
         raise _Ended("turns" if self._limit in (None, "repeats") else self._limit)
 
     async def _write(
-        self, grammar: Grammar | None, tools: Tools | None, think: ThinkingChoice
+        self, grammar: Grammar | None, tools: Tools | None, thinking: ThinkingChoice
     ) -> Turn:
         """Let the model write a turn, and report its parts.
 
         Args:
             grammar: the grammar of the turn.
             tools: the tools that it may call; None = no text is read as a call.
-            think: see `Agent`.
+            thinking: see `Agent`.
         """
         model, salt = self._context.model, f"{self._name}/{self._turn}"
-        prompt, thinking = plan_thinking(model, self._tokens, think, has_calls=tools is not None)
+        prompt, plan = plan_thinking(model, self._tokens, thinking, has_calls=tools is not None)
         if len(prompt) > len(self._tokens):  # a thought is opened or closed
             self._add(prompt)
         reader = None if tools is None else tools.reader(salt=salt)
-        result, seconds = await self._generate(grammar, reader, thinking)
+        result, seconds = await self._generate(grammar, reader, plan)
         if tools is not None:
             result.note_written(model)
         turn = result.turn_with(tools, salt)

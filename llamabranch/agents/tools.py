@@ -77,7 +77,7 @@ class Settings:
     max_seconds: float | None
     tool_seconds: float
     result_tokens: int
-    think: ThinkingChoice
+    thinking: ThinkingChoice
     forks: bool
     tell: tuple[type[BaseException], ...]
     repeats: int

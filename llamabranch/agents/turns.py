@@ -26,14 +26,14 @@ class Turns:
     Args:
         model: its model.
         tools: the tools of the first turn; in later turns the model decides whether to call.
-        think: see `Agent`.
+        thinking: see `Agent`.
     """
 
-    def __init__(self, model: Model, tools: Tools, think: ThinkingChoice) -> None:
+    def __init__(self, model: Model, tools: Tools, thinking: ThinkingChoice) -> None:
         self.model, self.form, self.first = model, model.turn_format, tools
         choice = "auto" if tools.is_used else "none"
         self.others = Tools(tools.given, choice, self.form, parallel=tools.parallel)
-        self._variables = thinking_variables(self.form, think)
+        self._variables = thinking_variables(self.form, thinking)
 
     # -- grammars ----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from ..generation.text import Text
 from ..model import Prompt, TokenIds, stop_strings, token_list
 from ..model.tree import TextNode
 from ..pictures import last_words
-from ..run.loop import Loop
+from ..run.drafting import Drafting
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike, ConstraintState
 from ..sampling.distribution import log_base
@@ -424,11 +424,11 @@ class Branch(TextNode):
                 id -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
-        loop = Loop(self.ctx, drafter, config)
+        drafting = Drafting(self.ctx, drafter, config)
         state = None
         if constraint is not None:
             state = ConstraintState(ConstraintCalls(constraint), self.ctx.model, stop_strings(stop))
-        return Generation(loop, self.sequence, output, n, constraint=state, owner=self)
+        return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
         """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""

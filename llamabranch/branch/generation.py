@@ -11,7 +11,7 @@ from ..errors import CapacityError, ClosedError, ConstraintError, LlamaBranchErr
 from ..generation.drafter import SpeculativeStats
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
-from ..run.loop import Loop
+from ..run.drafting import Drafting
 from ..run.solo import Solo
 from ..sampling.constraint import ConstraintState
 
@@ -28,7 +28,7 @@ class Generation:
 
     def __init__(
         self,
-        loop: Loop,
+        drafting: Drafting,
         text: Text,
         output: OutputBuffer,
         n_alternatives: int = 0,
@@ -40,7 +40,7 @@ class Generation:
         """Begin a generation, for ``Branch.generate`` and similar calls.
 
         Args:
-            loop: drafts for the text and decodes it.
+            drafting: how the text is drafted.
             text: has read its prompt.
             output: has the limits and takes the tokens.
             n_alternatives: how many of the most probable tokens are reported with each token.
@@ -54,7 +54,7 @@ class Generation:
         self._output = output
         # The generator holds no reference to this object, so deleting this object ends it at once.
         self._tokens = _tokens(
-            loop, text, output, n_alternatives, constraint, self.stats, owner, release
+            drafting, text, output, n_alternatives, constraint, self.stats, owner, release
         )
 
     @property
@@ -122,7 +122,7 @@ class Generation:
 
 
 def _tokens(
-    loop: Loop,
+    drafting: Drafting,
     text: Text,
     output: OutputBuffer,
     n_alternatives: int,
@@ -139,7 +139,7 @@ def _tokens(
         try:
             try:
                 while output.finish_reason is None:
-                    shown = solo.next(loop)
+                    shown = solo.next(drafting)
                     text.finish_reason = output.finish_reason
                     if shown is not None:
                         is_consumed = False
@@ -164,6 +164,6 @@ def _tokens(
                 with suppress(ClosedError):
                     text.constrain(None)
             stats.num_emitted_tokens = len(output.tokens)
-            loop.add_stats(stats)
+            drafting.add_stats(stats)
             if release is not None and not text.ctx.closed:
                 release()

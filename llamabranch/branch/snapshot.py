@@ -398,7 +398,7 @@ def capture(sequence: Text, sampling: SamplingParams) -> Snapshot:
     logits = sequence.logits_row().array.copy() if sequence.tokens else np.empty(0, np.float32)
     state = np.empty(0, np.uint8)
     if sequence.tokens:
-        state = cache.state(sequence.seq_id)
+        state = cache.handle.state(sequence.seq_id)
         try:
             if cache.state_layout is not None:
                 cache.state_layout.check(state, len(tokens))

@@ -18,7 +18,7 @@ from ..arguments import whole
 from ..branch import Produced
 from ..context.context import text_context
 from ..engine import Engine
-from ..engine.completion import ChatOptions, Completion, plan_chat
+from ..engine.completion import Call
 from ..engine.context import Context
 from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
 from ..generation.text import Text
@@ -26,7 +26,9 @@ from ..model import stop_strings
 from ..model.text import n_common
 from ..model.tools import ToolCall
 from ..native.handle import forkable_lock, is_held
-from ..request.request import Event
+from ..request.request import ChatOptions
+from ..request.result import Event
+from ..run.job import Job
 from ..sampling import Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
 from ..sampling.params import settings_of
@@ -72,7 +74,7 @@ class Chat:
         stats: the cost so far, as the engine counts it.
     """
 
-    def __init__(  # type: ignore[misc]  # the engine has the drafter
+    def __init__(
         self,
         ctx: Context,
         drafter: DrafterChoice = "auto",
@@ -89,10 +91,11 @@ class Chat:
         self._heads = {1: Exchange(None, "")}  # the last exchange of each branch
         self._id = uuid4().hex  # a chat that is loaded keeps it
         self._answer: Answer | None = None
-        self.set(**{"seed": settings_of(options.get("sampling")).seed, **options})
-        ctx.keep_prefixes(always=True)
         self.engine = Engine(ctx, drafter, config, max_tokens=None)
-        self.stats = self.engine.stats
+        self.client, self.stats = self.engine.new_client(), self.engine.stats
+        seed = settings_of(options.get("sampling")).seed
+        self.set(**cast(ChatOptions, {"seed": seed, **options}))
+        ctx.keep_prefixes(always=True)
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class Chat:
                 changes["seed"] = random_seed()
             options = cast(ChatOptions, {**self.options, **changes})
             probe = messages_of(self.system, [Exchange(None, "x")])
-            (request,) = plan_chat(self.ctx, probe, self.sampling, **options).requests
+            (request,) = self._asked(probe, self.sampling, options).requests
             of_sampling = {"sampling", *SamplingSettings.__annotations__}
             others = {name: value for name, value in options.items() if name not in of_sampling}
             self.sampling = settings_of(request.sampling)
@@ -270,11 +273,17 @@ class Chat:
         """Undo the last answer, which has no token. `Answer` calls this."""
         self._heads, self.current = self._before
 
-    def _plan(self, system: str | None, exchanges: Sequence[Exchange]) -> Completion:
+    def _plan(self, system: str | None, exchanges: Sequence[Exchange]) -> Call:
         params = self.sampling.replace(seed=exchanges[-1].seed)
-        return plan_chat(self.ctx, messages_of(system, exchanges), params, **self.options)
+        return self._asked(messages_of(system, exchanges), params, self.options)
 
-    def _fitting(self, question: Exchange) -> Completion:
+    def _asked(self, messages: object, sampling: SamplingParams, options: ChatOptions) -> Call:
+        """Return a call of an answer, whose prompt has been checked."""
+        call, client = Call(self.ctx, messages, sampling, options, chats=True), self.client
+        call.prepare(lambda _, request: Job(request, "0", client, 0))
+        return call
+
+    def _fitting(self, question: Exchange) -> Call:
         """Return the call of a turn, and note how many exchanges are left out because it is too long.
 
         At least the exchanges that the last answer did not see are left out, because the rest is cached.
@@ -301,7 +310,7 @@ class Chat:
             while n_cut < len(path) - 1 and path[n_cut].results:  # their calls are left out
                 n_cut += 1
 
-    def _read(self, question: Exchange, plan: Completion) -> None:
+    def _read(self, question: Exchange, plan: Call) -> None:
         """Read all but a prompt's last token, so that memory that cannot be cut has a state there.
 
         A state is also kept where the next prompt will probably differ: many templates leave the
@@ -430,11 +439,11 @@ class Answer:
         tokens: the token ids so far, the thought's first.
     """
 
-    def __init__(self, chat: Chat, exchange: Exchange, plan: Completion) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange, plan: Call) -> None:
         self.exchange, self.prompt = exchange, _tokens(plan)
         self.tokens: list[int] = []
         self._chat = chat
-        self._events = plan.events(chat.engine.stream(plan.requests))
+        self._events = plan.events(chat.client)
         self._is_begun = self._has_ended = False
 
     def __repr__(self) -> str:
@@ -525,7 +534,7 @@ class Answer:
         self._is_begun = self._has_ended = True
         try:
             if is_running and not self._chat.ctx.closed:
-                self._chat.engine.abort("0")
+                self._chat.client.abort_all()
                 for event in self._events:
                     self._note(event)
         finally:
@@ -540,5 +549,5 @@ def _text(text: object) -> str:
     return text
 
 
-def _tokens(plan: Completion) -> list[int]:
-    return [*cast("list[int]", plan.requests[0].prompt)]
+def _tokens(plan: Call) -> list[int]:
+    return [*plan.jobs[0].prompt]

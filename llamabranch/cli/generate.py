@@ -103,14 +103,14 @@ def _run(
         for one in (drafter, NullDrafter())
     )
     prepared = [
-        replace(request, prompt=given.prompt(request.prompt), prompt_progress=True)
+        request.replace(prompt=given.prompt(request.prompt), prompt_progress=True)
         for request in requests
     ]
     compared = None
     with InterruptHandler([context, *drafter.contexts]) as interrupts:
         printer = _Printer(console, requests, drafts=bool(names[1]), is_chat=given.is_chat)
         if compares:  # warm up: the first decodes of a context are slower than later ones
-            few = [replace(request, max_tokens=8, n=1) for request in prepared]
+            few = [request.replace(max_tokens=8, n=1) for request in prepared]
             for each in (drafter, NullDrafter()):
                 Engine(context, each, replace(config, draft_k=2)).generate(few)
         printer.run(engine, prepared, interrupts)

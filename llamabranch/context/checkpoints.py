@@ -73,11 +73,6 @@ class Checkpoints:
         self._of.setdefault(seq_id, []).append(point)
         self.thin()
 
-    def keep_row(self, point: Checkpoint, row: npt.NDArray[np.float32]) -> None:
-        """Keep a copy of the logits after a checkpoint."""
-        point.row = row.copy()
-        self.thin()
-
     def share(self, source: int, target: int) -> None:
         """Share the checkpoints of ``source`` with ``target``, which has none."""
         points = self._of.get(source)

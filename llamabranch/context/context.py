@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import SupportsIndex
@@ -88,8 +88,8 @@ class Context:
         self.params = resolved
         self.kv_cache.compact = self._compact
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
-        # The engines whose texts hold sequences, by number, each with the thread of its last step.
-        self.working: dict[int, int] = {}
+        # Returns what runs the texts of all callers, or None if nobody asks for texts.
+        self.core: Callable[[], object] | None = None
         self._head: Context | None = None
         self.prefix_cache = None
         if resolved.prefix_cache:

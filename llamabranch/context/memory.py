@@ -361,10 +361,6 @@ class Memory:
 
     # -- states ------------------------------------------------------------------------------------
 
-    def state(self, seq_id: int) -> State:
-        """Return the K/V of a sequence as llama.cpp writes it, uint8 (n,), a copy."""
-        return self.handle.state(seq_id)
-
     @uninterrupted
     def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
         """Fill an empty sequence with a state of ``n_tokens``; False if too few cells are free.
@@ -636,7 +632,8 @@ class States(Memory):
         elif n_after == 0 and row is not None and self.checkpoints.max_bytes:
             point = self.checkpoints.find(seq_id, self.next_position(seq_id))
             if point is not None and point.row is None:
-                self.checkpoints.keep_row(point, row)
+                point.row = row.copy()
+                self.checkpoints.thin()
 
     def _take(self, seq_id: int, row: Row | None) -> None:
         checkpoints, n = self.checkpoints, self.next_position(seq_id)

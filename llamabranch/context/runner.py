@@ -58,7 +58,7 @@ class Runner:
         n_trained: the position beyond which a sequence gets a warning.
         n_decodes: the number of decodes so far.
         stops: the requests to stop a decode.
-        n_chunk: the most tokens of a decode that can be interrupted.
+        most_rows: the most tokens of a decode that computes the logits of all.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Runner:
         self.memory = memory
         self.n_decodes = 0
         self.stops = handle.stops
-        self.n_chunk = handle.n_chunk
+        self.most_rows = min(handle.n_chunk, handle.n_outputs_max)
         # If there are fewer cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
@@ -371,18 +371,18 @@ class Runner:
         """Decode tokens at the end of a sequence; return the states after the output norm, (n, n_embd).
 
         Raises:
-            CacheFullError, DecodeError: some of the tokens may be decoded; cut the sequence.
+            CacheFullError, DecodeError: the sequence is as before.
         """
-        handle, states = self.handle, []
-        most = min(handle.n_chunk, handle.n_outputs_max)
+        handle, states = self.handle, list[States]()
+
         self._protect_rows(0)  # the buffer of the logits will move
         handle.forget_rows()
         heads.extract_embeddings(handle, True)
         try:
-            for low in range(0, len(tokens), most):
-                part = tokens[low : low + most]
-                decode_run(self, part, seq_id, "all")
-                states.append(heads.embedding_rows(handle, len(part)))
+            decode_run(
+                self, tokens, seq_id, "all",
+                lambda _, rows: states.append(heads.embedding_rows(handle, len(rows))),
+            )  # fmt: skip
         finally:
             self._live = []
             handle.forget_rows()
@@ -411,8 +411,7 @@ class Runner:
         """
         if not self._encoded:
             return features
-        handle = self.handle
-        most = min(handle.n_outputs_max, handle.n_chunk)
+        handle, most = self.handle, self.most_rows
         self._protect_rows(0)
         handle.forget_rows()
         parts = []

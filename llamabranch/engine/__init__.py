@@ -1,7 +1,7 @@
 """Any number of requests, batched over the sequences of one context.
 
 context.py       the context that users have, with `complete` and `chat`
-completion.py    the plan of one call: from prompts to requests, and from results to the answer
+completion.py    one call of `complete` or `chat`: its requests, and its answer
 engine.py        the engine, which takes requests one at a time or a whole list of them
 stream.py        the events of requests that are read as they are needed
 async_engine.py  the engine on a thread of its own

@@ -12,8 +12,9 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeAlias, overload
@@ -23,20 +24,13 @@ from typing_extensions import TypeVar, Unpack
 from ..arguments import whole
 from ..errors import ClosedError, ConfigError, in_thread
 from ..model import Prompt
-from ..request.request import AnyRequest, Event, Request, Result
+from ..request.request import AnyRequest, ChatOptions, TextOptions
+from ..request.result import Event, Result
+from ..run.job import Job
 from ..sampling import SamplingParams
 from ..speculative import SpeculativeConfig
 from ..speculative.combined import DrafterChoice
-from .completion import (
-    ChatOptions,
-    Completion,
-    Conversations,
-    Messages,
-    Prompts,
-    TextOptions,
-    plan_chat,
-    plan_texts,
-)
+from .completion import Call, Conversations, Messages, Prompts
 from .engine import Engine, Target
 
 __all__ = ["AsyncEngine"]
@@ -131,7 +125,7 @@ class AsyncEngine:
                     yield event
 
     def steps(
-        self, *requests: AnyRequest, reports_tokens: bool = True
+        self, *requests: AnyRequest | Job, reports_tokens: bool = True
     ) -> AsyncGenerator[list[Event], None]:
         """Yield the events of one or more requests, each time a list of all new events.
 
@@ -139,25 +133,25 @@ class AsyncEngine:
         between. So all tokens of a draft need only one thread switch.
 
         Args:
-            requests: one or several. If one is refused, none is added.
+            requests: one or several, also prepared ones. If one is refused, none is added.
             reports_tokens: as for ``Engine.add_request``.
 
         Raises:
             Exception: see ``generate``.
         """
-        return self._steps(_Reader(requests, self._buffer), reports_tokens=reports_tokens)
+        return self._steps(requests, reports_tokens=reports_tokens)
 
     async def _steps(
-        self, reader: _Reader, *, reports_tokens: bool = True
+        self, requests: Sequence[AnyRequest | Job], *, reports_tokens: bool
     ) -> AsyncGenerator[list[Event], None]:
+        self._check_open()
+        jobs = [self.engine.prepare(each, reports_tokens=reports_tokens) for each in requests]
+        reader = _Reader(jobs, self._buffer)
         try:
             with self._wake:  # the reader must be registered before a step can end
-                if self._ends is not None or self._is_over:
-                    raise ClosedError("the engine is closed")
-                for number, request in enumerate(reader.requests):
-                    name = self.engine.add_request(request, reports_tokens=reports_tokens)
-                    self._readers[name] = reader
-                    reader.names[name] = number
+                self._check_open()
+                self.engine.queue(*jobs)
+                self._readers |= dict.fromkeys(reader.names, reader)
                 self._tell()
             while reader.n_expected:
                 events = await reader.read()
@@ -172,6 +166,10 @@ class AsyncEngine:
         finally:
             with self._wake:
                 self._leave(reader)
+
+    def _check_open(self) -> None:
+        if self._ends is not None or self._is_over:
+            raise ClosedError("the engine is closed")
 
     # -- texts in one call -----------------------------------------------------------------------------
 
@@ -203,9 +201,8 @@ class AsyncEngine:
             LlamaBranchError: see ``Context.complete`` and ``generate``. Bad arguments raise when
                 the call is awaited; with ``stream=True`` they raise at once.
         """
-        engine = self.engine
-        plan = partial(plan_texts, engine.target, prompt, engine.sampling, **options)
-        return self._stream(_checked(plan)) if stream else self._answer(plan)
+        make = partial(self._call, prompt, options, chats=False)
+        return self._stream(make()) if stream else self._answer(make)
 
     @overload
     def chat(
@@ -231,31 +228,33 @@ class AsyncEngine:
         Raises:
             LlamaBranchError: see ``complete`` and ``Context.chat``.
         """
-        engine = self.engine
-        plan = partial(plan_chat, engine.target, messages, engine.sampling, **options)
-        return self._stream(_checked(plan)) if stream else self._answer(plan)
+        make = partial(self._call, messages, options, chats=True)
+        return self._stream(make()) if stream else self._answer(make)
 
-    async def _answer(self, plan: Callable[[], Completion]) -> Result | list[Result]:
-        completion = await asyncio.to_thread(_checked, plan)
-        async with aclosing(self._taken(completion)) as events:
+    def _call(self, prompt: object, options: Mapping[str, object], *, chats: bool) -> Call:
+        call = Call(self.engine.target, prompt, self.engine.sampling, options, chats=chats)
+        if call.drafter != "auto":
+            raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
+        call.prepare(lambda _, request: self.engine.prepare(request))
+        return call
+
+    async def _answer(self, make: Callable[[], Call]) -> Result | list[Result]:
+        call = await asyncio.to_thread(make)
+        async with aclosing(self._stream(call)) as events:
             async for _ in events:
                 pass
-        return completion.answer()
+        return call.answer()
 
-    async def _stream(self, completion: Completion) -> AsyncGenerator[Event, None]:
-        async with aclosing(self._taken(completion)) as events:
-            async for event in events:
-                yield event
-        completion.check()
-
-    async def _taken(self, completion: Completion) -> AsyncGenerator[Event, None]:
+    async def _stream(self, call: Call) -> AsyncGenerator[Event, None]:
         """Yield the events of all prompts, as they come."""
-        reader = _Reader(completion.requests, self._buffer)
-        async with aclosing(self._steps(reader)) as steps:
+        numbers = {job.name: number for number, job in enumerate(call.jobs)}
+        async with aclosing(self.steps(*call.jobs)) as steps:
             async for events in steps:
                 for event in events:
-                    for each in completion.take(reader.names[event.id], event):
-                        yield each
+                    number = numbers[event.id]
+                    call.note(number, event)
+                    yield replace(event, id=str(number))
+        call.check()
 
     def abort(self, request_id: str) -> None:
         """End a request at its next step; its result has the text so far."""
@@ -336,10 +335,10 @@ class AsyncEngine:
         with self._wake:
             self._has_news = False
             while self._resumed:
-                engine.core.scheduler.resume(self._resumed.popleft())
+                engine.client.resume(self._resumed.popleft())
             ends = self._ends
             if ends == "abort":
-                engine.core.abort_all()
+                engine.client.abort_all()
         failure: BaseException | None = None
         events: list[Event] = []
         if engine.has_unfinished():
@@ -371,7 +370,7 @@ class AsyncEngine:
                     continue
                 if reader.send(its) and self._ends is None:
                     for each in reader.names:
-                        self.engine.core.scheduler.pause(each)
+                        self.engine.client.pause(each)
                 if not reader.n_running:
                     for each in reader.names:
                         del self._readers[each]
@@ -392,21 +391,15 @@ class AsyncEngine:
     def _must_wait(self) -> bool:
         """Return whether the thread has nothing to do. The caller must hold ``_wake``."""
         engine = self.engine
-        idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
+        idle = engine.client.is_stalled if engine.has_unfinished() else self._ends is None
         return idle and not self._has_news
-
-
-def _checked(plan: Callable[[], Completion]) -> Completion:
-    if (completion := plan()).drafter != "auto":
-        raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
-    return completion
 
 
 class _Reader:
     """Carries the events of one ``steps`` call from the engine's thread to the task that reads.
 
     Args:
-        requests: the requests.
+        jobs: the requests.
         buffer: how many events of a request may be unread before the requests are paused.
 
     Attributes:
@@ -414,17 +407,15 @@ class _Reader:
         n_running: how many texts are unfinished, as counted by the thread.
         n_expected, n_read: how many results the task still expects, and how many events it has read.
         is_paused: whether the requests are paused, because too many events were unread.
-        names: the index of each request, by its id.
+        names: the ids of the requests.
     """
 
-    def __init__(self, requests: Sequence[AnyRequest], buffer: int) -> None:
+    def __init__(self, jobs: Sequence[Job], buffer: int) -> None:
         self.loop = asyncio.get_running_loop()
-        self.requests = requests
-        n_texts = sum(each.n if isinstance(each, Request) else 1 for each in requests)
-        self.n_running = self.n_expected = n_texts
+        self.n_running = self.n_expected = sum(job.request.n for job in jobs)
         self.is_paused = False
-        self.names: dict[str, int] = {}
-        self._limit = buffer * len(requests)
+        self.names = [job.name for job in jobs]
+        self._limit = buffer * len(jobs)
         self._n_sent = 0  # counted by the thread
         self.n_read = 0  # counted by the task
         self._ready: list[Event] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -12,17 +12,17 @@ from ..context import Context as CacheContext
 from ..model import Prompt
 
 if TYPE_CHECKING:
-    from ..request.request import Result
+    from ..request.result import Result
     from ..speculative import Drafter
     from .completion import (
-        ChatOptions,
-        Completion,
+        ChatCallOptions,
         Conversations,
         Events,
         Messages,
         Prompts,
-        TextOptions,
+        TextCallOptions,
     )
+    from .engine import Engine
 
 __all__ = ["Context"]
 
@@ -74,22 +74,30 @@ class Context(CacheContext):
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+        self,
+        prompt: Prompts,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[TextCallOptions[T]],
     ) -> list[Result[T]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+        self,
+        prompt: Prompt,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[TextCallOptions[T]],
     ) -> Result[T]: ...
     @overload
     def complete(
-        self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
+        self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextCallOptions]
     ) -> Events: ...
     @overload
     def complete(
-        self, prompt: Prompt | Prompts, *, stream: bool, **options: Unpack[TextOptions]
+        self, prompt: Prompt | Prompts, *, stream: bool, **options: Unpack[TextCallOptions]
     ) -> Result | list[Result] | Events: ...
     def complete(
-        self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
+        self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextCallOptions]
     ) -> Result | Sequence[Result] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
@@ -135,9 +143,7 @@ class Context(CacheContext):
             LlamaBranchError: no text has a token; for example `SequencesExhaustedError` because branches
                 hold all sequences.
         """
-        from .completion import plan_texts  # imported late: this module imports the engine
-
-        return self._run(plan_texts(self, prompt, **options), stream=stream)
+        return self._run(prompt, options, chats=False, stream=stream)
 
     @overload
     def chat(
@@ -145,7 +151,7 @@ class Context(CacheContext):
         messages: Conversations,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions[T]],
+        **options: Unpack[ChatCallOptions[T]],
     ) -> list[Result[T]]: ...
     @overload
     def chat(
@@ -153,7 +159,7 @@ class Context(CacheContext):
         messages: Messages,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions[T]],
+        **options: Unpack[ChatCallOptions[T]],
     ) -> Result[T]: ...
     @overload
     def chat(
@@ -161,18 +167,22 @@ class Context(CacheContext):
         messages: Messages | Conversations,
         *,
         stream: Literal[True],
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatCallOptions],
     ) -> Events: ...
     @overload
     def chat(
-        self, messages: Messages | Conversations, *, stream: bool, **options: Unpack[ChatOptions]
+        self,
+        messages: Messages | Conversations,
+        *,
+        stream: bool,
+        **options: Unpack[ChatCallOptions],
     ) -> Result | list[Result] | Events: ...
     def chat(
         self,
         messages: Messages | Conversations,
         *,
         stream: bool = False,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatCallOptions],
     ) -> Result | Sequence[Result] | Events:
         """Answer a conversation, or each of a list, in the format of the model's chat template.
 
@@ -200,14 +210,22 @@ class Context(CacheContext):
             UnsupportedError: there is no chat template.
             LlamaBranchError: as for ``complete``.
         """
-        from .completion import plan_chat
+        return self._run(messages, options, chats=True, stream=stream)
 
-        return self._run(plan_chat(self, messages, **options), stream=stream)
+    def _run(
+        self, prompt: object, options: Mapping[str, object], *, chats: bool, stream: bool
+    ) -> Result | list[Result] | Events:
+        from .completion import Call, run  # imported late: this module imports the engine
 
-    def _run(self, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
-        from .completion import run
+        call = Call(self, prompt, None, options, chats=chats)
+        return run(self, call, self._drafters, stream=stream)
 
-        return run(self, plan, self._drafters, stream=stream)
+    @cached_property
+    def engine(self) -> Engine:
+        """An engine of this context with the default settings: ``ctx.engine.submit(request)``."""
+        from .engine import Engine  # imported late: that module imports this one
+
+        return Engine(self)
 
     @cached_property
     def _drafters(self) -> dict[bool, Drafter]:

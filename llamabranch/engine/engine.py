@@ -22,17 +22,11 @@ from ..errors import (
 )
 from ..hub import resolve
 from ..model import Model
-from ..request.request import (
-    AnyRequest,
-    EngineStats,
-    Event,
-    Requests,
-    Result,
-    as_request,
-    identity,
-)
-from ..run.core import EngineCore
-from ..run.loop import Loop
+from ..request.request import AnyRequest, Requests, as_request, identity
+from ..request.result import EngineStats, Event, Result
+from ..run.client import Client
+from ..run.drafting import Drafting
+from ..run.job import Job
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
 from ..sampling.params import settings_of
@@ -93,7 +87,7 @@ class Engine:
         seed: the seed in use.
         sampling: the settings for requests that have none.
         owns_target: whether the target is closed with the engine.
-        core: runs the added requests; for ``AsyncEngine``, not for users.
+        client: asks for the added requests; for ``AsyncEngine``, not for users.
     """
 
     def __init__(
@@ -123,15 +117,17 @@ class Engine:
                 failing.callback(ctx.close)
             if drafter == "auto":
                 drafter = auto_drafter(ctx)
-            self._loop = Loop(ctx, drafter, config, batched=True)
+            self._drafting = Drafting(ctx, drafter, config, batched=True)
             self._parallel = None if parallel is None else whole("parallel", parallel, 1)
             failing.pop_all()
-        self.drafter, self.config = self._loop.drafter, self._loop.config
+        self.drafter, self.config = self._drafting.drafter, self._drafting.config
         self.stats = EngineStats()
-        self.core = self._new_core()
+        self.client = self.new_client()
+        weakref.finalize(self, self.client.close).atexit = False
         self._adding = threading.Lock()
+        self._n_added = 0
         self._is_closed = False
-        # Every call of ``stream`` has a core of its own, with its own ids. A stream that is
+        # Every call of ``stream`` asks for itself, with its own ids. A stream that is
         # garbage-collected removes itself from the list; these list operations are atomic, so
         # ``abort`` needs no lock.
         self._streams: list[weakref.ref[RequestStream]] = []
@@ -153,9 +149,10 @@ class Engine:
         n, self._n_seeds = self._n_seeds, self._n_seeds + 1
         return self._seed if self._repeats or not n else derive_seed(self._seed, n)
 
-    def _new_core(self) -> EngineCore:
-        return EngineCore(
-            self._loop, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
+    def new_client(self) -> Client:
+        """Return a caller with the settings of the engine, for requests of its own."""
+        return Client(
+            self._drafting, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
             max_tokens=self._max_tokens,
         )  # fmt: skip
 
@@ -182,21 +179,59 @@ class Engine:
             QueueFullError: ``max_waiting`` requests are already waiting.
             ClosedError: the engine is closed.
         """
+        job = self.prepare(request, reports_tokens=reports_tokens)
+        self.queue(job)
+        return job.name
+
+    def submit(self, request: AnyRequest) -> Job:
+        """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
+
+        Each step of anybody on the context continues them. The id is unique in the job only.
+
+        Raises:
+            ConfigError, TokenizeError: the request is invalid. ClosedError: the engine is closed.
+        """
+        self._check_open()
+        client, name = self.new_client(), identity(request, 0)
+        job = Job(as_request(request), name, client, self._draw_seed())
+        client.queue(job, begins=True)
+        return job
+
+    def prepare(self, request: AnyRequest | Job, *, reports_tokens: bool = True) -> Job:
+        """Return a request with its tokens, checked, for ``queue``; a job stays as it is.
+
+        Raises:
+            LlamaBranchError: as ``add_request``.
+        """
+        if isinstance(request, Job):
+            return request
         with self._adding:
-            self._check_open()
-            name = identity(request, self.core.n_added)
-            if name in self.core:
-                raise ConfigError(f"a request with the id {name!r} is unfinished")
-            most = self._max_waiting
-            if most is not None and (n_waiting := self.core.n_waiting) >= most:
-                raise QueueFullError(
-                    f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
-                    hint="add it again after some steps, or raise max_waiting",
-                )
-            self.core.add(
-                as_request(request), name, self._draw_seed(), reports_tokens=reports_tokens
+            name = identity(request, self._n_added)
+            self._check_addable(name)
+            seed = self._draw_seed()
+            job = Job(as_request(request), name, self.client, seed, reports_tokens=reports_tokens)
+            self._n_added += 1
+            return job
+
+    def queue(self, *jobs: Job) -> None:
+        """Queue prepared requests, all or none. Raise as ``add_request`` does."""
+        with self._adding:
+            for more, job in enumerate(jobs):
+                self._check_addable(job.name, more)
+            for job in jobs:
+                self.client.queue(job)
+
+    def _check_addable(self, name: str, more: int = 0) -> None:
+        """Raise unless a request of this id may be queued, with ``more`` before it."""
+        self._check_open()
+        if name in self.client.jobs:
+            raise ConfigError(f"a request with the id {name!r} is unfinished")
+        most = self._max_waiting
+        if most is not None and (n_waiting := self.client.n_waiting + more) >= most:
+            raise QueueFullError(
+                f"the queue is full: {n_waiting} requests wait, max_waiting is {most}",
+                hint="add it again after some steps, or raise max_waiting",
             )
-            return name
 
     def step(self) -> list[Event]:
         """Run one step for the added requests; return its events.
@@ -208,11 +243,11 @@ class Engine:
             DecodeError: the decode failed or was interrupted. The next step continues; nothing is lost.
             UsageError: a function that a step calls, such as a constraint, called this method.
         """
-        return self.core.step()
+        return self.client.step()
 
     def has_unfinished(self) -> bool:
         """Return whether an added request has no result yet."""
-        return self.core.has_unfinished
+        return self.client.has_unfinished
 
     def abort(self, request_id: str) -> None:
         """End a request at its next step; its result has the text so far. Callable from any thread.
@@ -223,7 +258,7 @@ class Engine:
         request with this id, or a list with such a request that is not read yet. Ids are unique
         only within one stream. An unknown id is ignored.
         """
-        self.core.abort(instance("request_id", request_id, str))
+        self.client.abort(instance("request_id", request_id, str))
         for stream in [ref() for ref in list(self._streams)]:
             if stream is not None:
                 stream.abort(request_id)
@@ -239,16 +274,16 @@ class Engine:
         Raises:
             UsageError: a function that a step calls called this method. The engine stays open.
         """
-        self.core.check_idle()
+        self.client.check_free()
         with self._adding:
             self._is_closed = True
         try:
             if self.target.closed:
-                self.core.close()
+                self.client.close()
                 return []
             if not drain:
-                self.core.abort_all()
-            return self.core.drain()
+                self.client.abort_all()
+            return self.client.drain()
         finally:
             if self.owns_target:
                 self.target.close()
@@ -314,15 +349,15 @@ class Engine:
     def _stream(self, requests: Requests, *, reports_tokens: bool = True) -> RequestStream:
         self._check_open()
         stream = RequestStream(
-            self._new_core(), requests, self._draw_seed(), reports_tokens=reports_tokens
+            self.new_client(), requests, self._draw_seed(), reports_tokens=reports_tokens
         )
         self._streams.append(weakref.ref(stream, self._streams.remove))
         return stream
 
     def explain(self) -> str:
         """Describe how the engine drafts and batches, and the measurements that led to this."""
-        if self._loop.drafts:
-            return self._loop.length.explain()
+        if self._drafting.drafts:
+            return self._drafting.length.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
-from ..errors import ConfigError, DecodeInterruptedError, LlamaBranchError
+from ..errors import ConfigError, LlamaBranchError
 from ..generation.drafter import SpeculativeStats
 from ..model import is_chat
-from ..request.request import AnyRequest, Event, Request, Requests, Result, as_request, identity
-from ..run.core import EngineCore
+from ..request.request import AnyRequest, Request, Requests, as_request, identity
+from ..request.result import Event, Result
+from ..run.client import Client
+from ..run.job import Job
 
 __all__ = ["RequestStream"]
 
@@ -20,7 +22,7 @@ class RequestStream:
     Any thread may call ``abort``.
 
     Args:
-        core: runs them; it must have no other requests.
+        client: asks for them; it must have no other requests.
         requests: requests or prompts, or a single one. The requests in a list are checked at once,
             and begin in the order of their priorities.
         seed: the seeds of the texts are derived from it, unless a request has one.
@@ -34,7 +36,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, core: EngineCore, requests: Requests, seed: int, *, reports_tokens: bool = True
+        self, client: Client, requests: Requests, seed: int, *, reports_tokens: bool = True
     ) -> None:
         if isinstance(requests, (str, Request)) or is_chat(requests):
             requests = [requests]
@@ -45,7 +47,7 @@ class RequestStream:
                 hint="pass text, a conversation, a Request, or a list of these; decode bytes first",
             )
         given = cast(Iterable[AnyRequest], requests)
-        self._core = core
+        self._client = client
         self._seed = seed
         self._reports_tokens = reports_tokens
         self._failure: Exception | None = None  # the error that reading raised
@@ -64,10 +66,10 @@ class RequestStream:
         self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
 
     def abort(self, name: str) -> None:
-        """End a request as `EngineCore.abort` does. The request may be one that is not read yet."""
+        """End a request as `Client.abort` does. The request may be one that is not read yet."""
         if name in self._expected:
             self._aborted.add(name)
-        self._core.abort(name)
+        self._client.abort(name)
 
     def events(self) -> Generator[Event, None, None]:
         """Yield the events of all steps, until all requests have been read and have ended.
@@ -80,33 +82,16 @@ class RequestStream:
                 "cancelled"; their last events come before the exception.
             Exception: reading the requests failed. Requests read before that are finished first.
         """
-        core = self._core
-        ahead = max(2, core.ctx.n_seq_max)  # read on while fewer requests than this wait
-        more = True
-        try:
-            while True:
-                while more and core.n_ahead < ahead:
-                    more = self._read_next()
-                if not core.has_unfinished:
-                    if self._failure is not None:
-                        raise self._failure
-                    return
-                try:
-                    events = core.step()
-                except DecodeInterruptedError:
-                    core.abort_all()
-                    yield from core.drain()
-                    raise
-                yield from events
-        finally:
-            core.close()
+        yield from self._client.run(self._read_next)
+        if self._failure is not None:
+            raise self._failure
 
     def _read_next(self) -> bool:
         """Add the next request; return False if no request is left, or reading failed.
 
         An invalid request gets a result with its error.
         """
-        core, request, name = self._core, Request(""), ""
+        client, request, name = self._client, Request(""), ""
         try:
             number, given = next(self._numbered)
         except StopIteration:
@@ -117,19 +102,20 @@ class RequestStream:
         try:
             name = identity(given, number)
             request = as_request(given)
-            if name in core:
+            if name in client.jobs:
                 raise ConfigError(f"two unfinished requests have the id {name!r}")
-            core.add(request, name, self._seed, reports_tokens=self._reports_tokens)
+            reports = self._reports_tokens
+            client.queue(Job(request, name, client, self._seed, reports_tokens=reports))
         except LlamaBranchError as error:
             name = name or str(number)
             seed = 0 if request.sampling is None else max(0, request.sampling.seed or 0)
             for i in range(request.n):
                 stats = SpeculativeStats()
                 result = Result(name, i, request.prompt, "", [], "error", seed, stats, error=error)
-                core.refuse(Event(name, i, result=result))
+                client.refuse(Event(name, i, result=result))
         else:
             if name in self._aborted:
-                core.abort(name)
+                client.abort(name)
         self.order.setdefault(name, number)
-        self._expected.discard(name)  # from now on ``core.abort`` finds the id
+        self._expected.discard(name)  # from now on ``abort`` finds the id
         return True

@@ -375,7 +375,8 @@ class Plan:
                 )
             except _DeadEnd as dead_end:
                 if not dead_end.n:
-                    raise (dead_end.__cause__ or dead_end) from None
+                    error = dead_end.__cause__ or dead_end
+                    raise error from error.__cause__
                 if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
                     return n, None
                 # The block rule looks ahead before it decides: apply it to the draft up to there.

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
@@ -378,7 +378,7 @@ class Live:
         def report(read: PromptProgress) -> None:
             self.call(self._on_reading, job, read)
 
-        return replace(request, on_prompt_progress=report)
+        return request.replace(on_prompt_progress=report)
 
     def _on_round(self, node: Node, trace: RoundTrace) -> None:
         """Keep a round of speculation and send it."""
@@ -410,7 +410,7 @@ class Live:
             return lambda trace: self.call(self._on_round, node, trace)
 
         named = [
-            self._watched(job, replace(request, id=name, on_round=watched(node)))
+            self._watched(job, request.replace(id=name, on_round=watched(node)))
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
         begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
@@ -418,7 +418,7 @@ class Live:
         async with aclosing(updates(self.service, named)) as steps:
             async for changed in steps:
                 for update in changed:
-                    node = nodes[str(update.request.id)]
+                    node = nodes[update.job.name]
                     tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
                         self.take(node, tokens, "".join(_SOURCES[token.source] for token in tokens))

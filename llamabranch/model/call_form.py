@@ -391,12 +391,7 @@ class Values:
                 return self._read_text(cursor, quote)
         if not self.bare_keys:
             raise Mismatch
-        end = cursor.text.find(":", cursor.at)
-        if end < 0:
-            raise cursor.need()
-        key = cursor.text[cursor.at : end].strip()
-        cursor.at = end
-        return key
+        return cursor.before(":").strip()
 
     def read_tagged(self, text: str, schema: object = None) -> object:
         """Return the value of a text of nested tags."""
@@ -776,23 +771,13 @@ class CallForm:
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """Return the text of calls; "" without calls."""
-        if not calls:
-            return ""
-        texts = [self._write_one(call, i + self.index_from) for i, call in enumerate(calls)]
-        return self.section_start + self.separator.join(texts) + self.section_end
+        texts = [
+            "".join(p if isinstance(p, str) else self._slot(p, call, i) for p in self.unit)
+            for i, call in enumerate(calls, self.index_from)
+        ]
+        return self.section_start + self.separator.join(texts) + self.section_end if texts else ""
 
-    def _write_one(self, call: ToolCall, index: int) -> str:
-        is_json = self.kind == "json"
-        return "".join(
-            part
-            if isinstance(part, str)
-            else self._slot(
-                part, call, index, is_json=is_json and self.object_at <= i < self.object_end
-            )
-            for i, part in enumerate(self.unit)
-        )
-
-    def _slot(self, slot: Slot, call: ToolCall, index: int, *, is_json: bool) -> str:
+    def _slot(self, slot: Slot, call: ToolCall, index: int) -> str:
         if slot is Slot.INDEX:
             return str(index)
         if slot is Slot.WORDS:
@@ -809,7 +794,7 @@ class CallForm:
             text = f"{before}{call.name}{after}{index}"
         else:
             text = call.name if slot is Slot.NAME else call.id
-        return json.dumps(text, ensure_ascii=False)[1:-1] if is_json else text
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self.kind == "json" else text
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -931,15 +916,9 @@ class CallForm:
                 if part is Slot.ID:
                     call_id = text
                     if self.name_in_id and not name:
-                        name = self._name_of_id(text, known)
+                        before, end = self.name_in_id
+                        name = re.sub(rf"{re.escape(end)}\d+\Z", "", text.removeprefix(before))
         return name, call_id
-
-    def _name_of_id(self, text: str, known: Known) -> str:
-        before, after = self.name_in_id or ("", "")
-        name = re.sub(rf"{re.escape(after)}\d+\Z", "", text.strip().removeprefix(before))
-        if not known.takes(name):
-            raise Mismatch
-        return name
 
     def _read_name(self, cursor: Cursor, known: Known, after: str) -> str:
         """Return the name of a function; the text after it is not read."""

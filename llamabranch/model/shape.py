@@ -116,14 +116,13 @@ class _Writer:
         return text
 
     def _object(self, schema: _Schema, level: int) -> str:
-        properties, others = schema.get("properties"), schema.get("additionalProperties")
-        required = schema.get("required")
-        lines = []
         if level >= self._depth:
             return "{...}"
-        for name, inner in properties.items() if isinstance(properties, Mapping) else ():
-            is_needed = isinstance(required, list) and name in required
-            lines.append((_quoted(name), inner, is_needed))
+        properties, required = schema.get("properties"), schema.get("required")
+        needs = required if isinstance(required, list) else []
+        known = properties.items() if isinstance(properties, Mapping) else ()
+        lines = [(_quoted(name), inner, name in needs) for name, inner in known]
+        others = schema.get("additionalProperties")
         if isinstance(others, Mapping) and others:
             lines.append(("any name", others, True))
         if not lines:

@@ -13,15 +13,13 @@ from .chat import Message, chat_messages, is_chat
 from .functions import function_tool
 from .shape import asking as asked_as_json
 from .thoughts import PROMPT_END
-from .turn_format import Turn, TurnEvent, TurnFormat, TurnReader
+from .turn_format import FUNCTION, Turn, TurnEvent, TurnFormat, TurnReader, function_of
 
 if TYPE_CHECKING:
     from .model import Model
 
 Tool = Mapping[str, object] | Callable[..., object]
 
-_NO_TOOLS = "tools must be a list of functions with names"
-_FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}'
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
 _SAYS_MORE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")
 _PROMPT = (
@@ -63,7 +61,7 @@ class Tools:
     ) -> None:
         is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
         if not is_list:
-            raise ConfigError(_NO_TOOLS, hint=_FUNCTION)
+            raise ConfigError("tools must be a list of functions with names", hint=FUNCTION)
         self.turns, self.parallel = turns or TurnFormat(), parallel is not False
         self.given: list[Mapping[str, object]] = []
         self.schemas: dict[str, object] = {}
@@ -72,18 +70,16 @@ class Tools:
         for index, tool in enumerate(given):
             with placed(f"tools[{index}]"):
                 described = function_tool(tool) if callable(tool) else tool
-                function = described.get("function") if isinstance(described, Mapping) else None
-                name = function.get("name") if isinstance(function, Mapping) else None
-                if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-                    raise ConfigError(_NO_TOOLS, hint=_FUNCTION)
+                is_object = isinstance(described, Mapping)
+                name, function = function_of(described.get("function") if is_object else described)
             self.given.append(described)
             self.schemas[name] = _parameters(function.get("parameters"))
             if function.get("strict") is True:
                 self.strict.add(name)
         self.names = frozenset(self.schemas)
         self.is_used = bool(given) and choice != "none"
-        function = choice.get("function") if isinstance(choice, Mapping) else {"name": choice}
-        named = function.get("name") if isinstance(function, Mapping) else None
+        chosen = choice.get("function") if isinstance(choice, Mapping) else {"name": choice}
+        named = chosen.get("name") if isinstance(chosen, Mapping) else None
         self.is_named = choice not in (None, "auto", "none", "required")
         self.forced = list(self.schemas) if choice == "required" else []
         if self.is_named and isinstance(named, str):

@@ -51,6 +51,7 @@ _FENCE = re.compile(r"```[ \t]*[\w.+-]*\s*")
 _CLOSES = {"fence": "```", "tagged": "</tool_call>"}
 _LOOSE_HEAD = re.compile(r"(?:```[ \t]*[\w.+-]*\s*)?[\[{][\[{\s]*")
 _BARE_KEYS = ("arguments", "parameters")
+FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}'
 
 
 class Turn(NamedTuple):
@@ -118,24 +119,19 @@ def call_id(salt: str, index: int, name: str) -> str:
     return letters
 
 
-def known_functions(tools: Iterable[object]) -> Known:
-    """Return the functions of OpenAI's tool objects or bare function objects; no tools = any function.
+def function_of(tool: object) -> tuple[str, Mapping[str, object]]:
+    """Return the name and the function of OpenAI's tool object, or of a bare function object.
 
     Raises:
-        ConfigError: a tool is not a function with a name.
+        ConfigError: it is not a function with a name.
     """
-    schemas: dict[str, object] = {}
-    all_tools = list(tools)
-    for tool in all_tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-            raise ConfigError(
-                f"a tool must be a function with a name, not {shown(tool)}",
-                hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
-            )
-        schemas[name] = function.get("parameters")
-    return Known(schemas if all_tools else None)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"a tool must be a function with a name, not {shown(tool)}", hint=FUNCTION
+        )
+    return name, function
 
 
 @dataclass(frozen=True)
@@ -360,7 +356,9 @@ class TurnReader:
         calls: bool = True,
     ) -> None:
         self._tools = list(tools)
-        self._turns, self._form, self._known = form, form.form, known_functions(self._tools)
+        functions = [function_of(tool) for tool in self._tools]
+        known = {name: function.get("parameters") for name, function in functions}
+        self._turns, self._form, self._known = form, form.form, Known(known or None)
         self._salt, self._eager, self._reads_calls = salt, eager, calls
         inside = form.starts_in_thought if in_thought is None else in_thought
         self._in_thought = inside and bool(form.thought_end)
@@ -612,7 +610,8 @@ class TurnReader:
                 self._in_section = True
             return form is not None
         if kind in ("bare", "fence", "tagged", "python"):
-            return self._loose(kind, cursor)
+            self._read_calls(cursor, self._form, kind)
+            return True
         is_possible = {
             "thought": self._is_first or self._is_anew,
             "stray end": self._is_first,  # of a thought that the prompt opened, or of no thought
@@ -672,9 +671,9 @@ class TurnReader:
                     return True
             elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
                 with contextlib.suppress(Mismatch):
-                    if self._loose("bare", Cursor(buffer, at, last=last)):
-                        self._in_thought = False
-                        return True
+                    self._read_calls(Cursor(buffer, at, last=last), self._form, "bare")
+                    self._in_thought = False
+                    return True
         end_at = buffer.find(end, self._at)
         at_call = self._call_in(self._at, last) if end_at < 0 else -1
         if at_call >= 0:
@@ -730,15 +729,16 @@ class TurnReader:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _read_calls(self, cursor: Cursor, form: CallForm) -> None:
-        inner = cursor.at
+    def _read_calls(self, cursor: Cursor, form: CallForm, kind: str = "") -> None:
+        """Read calls in a form of the template, or of a kind that models write on their own."""
+        start = cursor.at
         try:
-            calls = form.read_call(cursor, self._known)
+            calls = self._loose(kind, cursor) if kind else form.read_call(cursor, self._known)
         except Incomplete:
             if self._eager:
-                self._tell_early(inner, form)
+                self._tell_early(start, form)
             raise
-        raw = self._raw_arguments(inner, calls, form)
+        raw = self._raw_arguments(start, calls, form)
         self._at = cursor.at
         for call in calls:
             self._call(call, raw)
@@ -796,41 +796,32 @@ class TurnReader:
             self._at = len(self._buffer)  # the end of a turn that was cut inside a tag
         return True
 
-    def _loose(self, kind: str, cursor: Cursor) -> bool:
-        """Read calls that a model writes in another form than its template's."""
+    def _loose(self, kind: str, cursor: Cursor) -> list[ToolCall]:
+        """Return calls that a model writes in another form than its template's."""
         start, close = cursor.at, _CLOSES.get(kind, "")
         if not close and not (self._is_first or self._trims or "\n" in self._space):
-            return False  # not at the beginning of a line
+            raise Mismatch  # not at the beginning of a line
         if kind == "python":
-            calls = self._python(cursor)
-        elif close:
-            opening = _FENCE.match(self._buffer, start)
-            cursor.at = opening.end() if opening else start + len(self._marks[kind])
-            if opening and not cursor.last and self._buffer[start + 3 :].strip(" ").isalnum():
-                raise Incomplete  # the name of a language
-            calls = self._objects(cursor, one=False)
-            cursor.space()
-            if cursor.last and close.startswith(cursor.text[cursor.at :]):
-                cursor.at = len(cursor.text)
-            else:
-                cursor.literal(close)
-        else:
-            try:
-                calls = self._objects(cursor, one=True)
-            except Incomplete:
-                if self._eager:
-                    self._tell_early(start, self._form)
-                raise
+            return self._python(cursor)
+        if not close:
+            calls = self._objects(cursor, one=True)
             after = cursor.text[cursor.at : cursor.at + 1]
             if not after and not cursor.last:
                 raise Incomplete
             if not after.isspace() and after not in "<[;,{`":
                 raise Mismatch
-        self._at = cursor.at
-        raw = self._raw_arguments(start, calls, self._form)
-        for call in calls:
-            self._call(call, raw)
-        return True
+            return calls
+        opening = _FENCE.match(self._buffer, start)
+        cursor.at = opening.end() if opening else start + len(self._marks[kind])
+        if opening and not cursor.last and self._buffer[start + 3 :].strip(" ").isalnum():
+            raise Incomplete  # the name of a language
+        calls = self._objects(cursor, one=False)
+        cursor.space()
+        if cursor.last and close.startswith(cursor.text[cursor.at :]):
+            cursor.at = len(cursor.text)
+        else:
+            cursor.literal(close)
+        return calls
 
     def _python(self, cursor: Cursor) -> list[ToolCall]:
         """Return calls in the form of Llama 4 and LFM2: ``[find(text="x"), ping()]``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import ClosedError
@@ -30,6 +31,27 @@ def forkable_lock() -> threading.RLock:
 def is_held(lock: threading.RLock) -> bool:
     """Return whether this thread holds the lock."""
     return bool(lock._is_owned())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def held_before(lock: threading.RLock, later: threading.RLock) -> Iterator[None]:
+    """Hold ``lock`` in the ``with`` block, but never wait for it while holding ``later``.
+
+    Other threads acquire ``lock`` first and then ``later``. So a thread that holds ``later`` gives it
+    up while it waits.
+    """
+    if not is_held(later):
+        lock.acquire()
+    elif not lock.acquire(blocking=False):
+        count = later._release_save()  # type: ignore[attr-defined]  # as `threading.Condition` does
+        try:
+            lock.acquire()
+        finally:
+            later._acquire_restore(count)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _after_fork_in_child() -> None:

@@ -1,65 +1,104 @@
-"""A request, its events and its result; reading many requests; the engine's totals."""
+"""A request: everything that can be asked of a model, and what it means for one model."""
 
 from __future__ import annotations
 
-import math
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
-from typing import Generic, cast
+from typing import Any, Generic, NamedTuple, cast
 
+import msgspec
 import numpy as np
-from typing_extensions import Self, TypeVar
+from msgspec.structs import force_setattr
+from typing_extensions import Self, TypeVar, Unpack
 
-from ..arguments import function, instance, items, whole
-from ..context.logits import TokenScore
-from ..context.progress import OnPromptProgress, PromptProgress
-from ..errors import ConfigError, LlamaBranchError, ParseError
-from ..generation.drafter import SpeculativeStats
-from ..generation.output import Produced
-from ..generation.thought import named_text
+from ..arguments import flag, function, instance, items, shown, whole
+from ..context.progress import OnPromptProgress
+from ..errors import ConfigError, UnsupportedError
 from ..generation.verify import RoundTrace
-from ..model import Message, Model, Turn, chat_messages, is_chat, token_list
-from ..model.thoughts import Thinking
-from ..model.tools import ToolCall, Tools, begun_answer
-from ..sampling import SamplingParams
-from ..sampling.constraint import ConstraintCalls, ConstraintLike
-from ..sampling.grammar import Grammar
-from ..sampling.params import settings_of
-from .fields import line_of
-from .openai import (
-    Vocabulary,
-    answer_message,
-    chat_choice,
-    completion_choice,
-    end_reason,
-    head,
-    usage,
+from ..model import Message, Model, chat_messages, is_chat, token_list
+from ..model.thoughts import (
+    Thinking,
+    ThinkingChoice,
+    plan_thinking,
+    thinking_budget,
+    thinking_variables,
 )
+from ..model.tools import Tool, Tools, conversation
+from ..sampling import SamplingParams, SamplingSettings
+from ..sampling.constraint import ConstraintCalls, ConstraintLike
+from ..sampling.grammar import Grammar, turn_grammar
+from ..sampling.params import check_names, settings_of
+from .fields import line_of
 
 __all__ = [
-    "AnyRequest",
-    "EngineStats",
-    "Event",
-    "Request",
-    "Requests",
-    "Result",
-    "as_request",
-    "identity",
-]
+    "AnyRequest", "ChatOptions", "Plan", "Request", "Requests", "TextOptions", "as_request", "identity",
+]  # fmt: skip
 
-T = TypeVar("T", default=object, covariant=True)
-S = TypeVar("S")
+T = TypeVar("T", default=object)  # the type of parsed values
 
 _MOST_TEXTS = 100_000  # of one request; each text takes a few kilobytes as soon as it is queued
+_GRAMMARS = ("grammar", "json_schema", "regex", "choices")  # a text follows at most one of them
+_COUNTS = (
+    "max_tokens", "top_logprobs", "prompt_logprobs", "logprobs_from", "continues", "min_tokens",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Request:
-    """One prompt to continue.
+class TextOptions(SamplingSettings, Generic[T], total=False):
+    """The options of ``complete``: fields of `Request`, and sampling settings."""
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    stop_tokens: Sequence[int]
+    min_tokens: int
+    n: int
+    priority: int
+    sampling: SamplingParams | None
+    grammar: Grammar | str | None
+    constraint: ConstraintLike | None
+    json_schema: type[T] | str | Mapping[str, object] | None
+    regex: str | None
+    choices: Sequence[str] | None
+    top_logprobs: int | None
+    prompt_logprobs: int | None
+    parse_special: bool
+    on_prompt_progress: OnPromptProgress | None
+    prompt_progress: bool
+    thinking: ThinkingChoice
+    thinking_end: str
+    share: str | None
+
+
+class ChatOptions(TextOptions[T], Generic[T], total=False):
+    """The options of ``chat``: `TextOptions`, tools, and the variables of the chat template."""
+
+    tools: Sequence[Tool] | None
+    tool_choice: str | Mapping[str, object] | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, object] | None
+    show_schema: bool
+
+
+class Plan(NamedTuple):
+    """What a request means for a model.
+
+    Attributes:
+        tokens: the token ids of its prompt.
+        thinking: how its texts begin with a thought; None = they do not.
+        grammar: what its texts follow: the request's grammar, or one that also allows calls.
+        tools: for messages: the functions that the texts may call.
+    """
+
+    tokens: list[int]
+    thinking: Thinking | None
+    grammar: Grammar | None
+    tools: Tools | None = None
+
+
+class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
+    """Everything that can be asked of a model: one prompt to continue, and how.
+
+    Calls of ``complete`` and ``chat``, lines of a file, rows of a table, HTTP requests, the page and
+    the command line all become requests.
 
     Args:
         prompt: text, token ids, or messages for the model's chat template; an empty text is the model's
@@ -73,20 +112,7 @@ class Request:
             where control tokens do not appear. You need no stop string for a token that ends a
             turn: it ends the text by itself. The ``text`` of the result ends before the stop
             string; the ``tokens`` of the result include the stop string.
-        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens. Unlike EOG tokens
-            they are part of ``tokens`` and of the text.
-        on_round: called in the engine's thread after each round with a draft, with a `RoundTrace`: the
-            drafted, accepted and rejected tokens.
-        on_prompt_progress: called in the engine's thread with a `PromptProgress`, before the prompt is
-            processed and after each decode that processed a part of it. An exception in it ends the step.
-        prompt_progress: whether this progress is also reported as events, see ``Event.progress``.
-        min_tokens: the smallest number of tokens in the text. Before that, EOG tokens and
-            ``stop_tokens`` are not drawn, and stop strings are ignored. You cannot combine it with
-            ``continues``, nor with a grammar or a constraint, which decide themselves where a text
-            may end.
-        grammar: the grammar that the text must follow.
-        constraint: a function that decides which texts are allowed, as for ``Branch.generate``. You
-            can combine it with a grammar.
+        grammar: the grammar that the text must follow, or GBNF.
         n: how many texts to generate after processing the prompt once. The first text has the
             request's seed. The seeds of the others are derived from that seed.
         priority: a request with a smaller number is admitted earlier, and preempted later.
@@ -96,22 +122,51 @@ class Request:
             every token of the prompt, with the k most probable tokens. With ``max_tokens=0`` the
             request only scores its prompt. Such a prompt is always processed completely, without
             the prefix cache.
+        parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
+            parsed; False for untrusted text. Control tokens in messages are never parsed.
         logprobs_from: tokens of the prompt before this index are not scored, and may come from the prefix
             cache; ``prompt_logprobs`` has None for them.
         continues: how many tokens at the end of the prompt were generated before. The grammar must
             accept these tokens. If they end in the middle of a character, the text completes it.
             With the same ``seed`` the text continues as if it had not been interrupted. Only for a
             prompt of token ids.
-        parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
-            parsed; False for untrusted text. Control tokens in messages are never parsed.
-        thinking: how the answer begins with a thought; made by `plan_thinking`. The grammar, the
-            constraint, stop strings and stop tokens apply to the answer only.
+        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens. Unlike EOG tokens
+            they are part of ``tokens`` and of the text.
+        min_tokens: the smallest number of tokens in the text. Before that, EOG tokens and
+            ``stop_tokens`` are not drawn, and stop strings are ignored. You cannot combine it with
+            ``continues``, nor with a grammar or a constraint, which decide themselves where a text
+            may end.
+        on_round: called after each round with a draft, with a `RoundTrace`: the drafted, accepted and
+            rejected tokens. The thread that runs the step calls it.
+        constraint: a function that decides which texts are allowed, as for ``Branch.generate``. You
+            can combine it with a grammar.
+        on_prompt_progress: called with a `PromptProgress`, before the prompt is processed and after each
+            decode that processed a part of it, by the thread that runs the step. An exception in it
+            ends the step.
+        prompt_progress: whether this progress is also reported as events, see ``Event.progress``.
+        thinking: whether the model thinks before it answers: None = as its chat template does; True;
+            False; or a number, the most tokens of the thought. A grammar, a constraint, stop strings and
+            stop tokens apply to the answer, not to the thought. For a prompt that is text or token ids,
+            None = no thought.
+        thinking_end: text that is added to end a thought that has used up its tokens.
+        share: "thought" = the ``n`` texts share one thought.
+        json_schema, regex, choices: other ways to give a grammar: a JSON schema (or a type), a regular
+            expression, a list of texts. Use at most one of the four.
+        tools: for messages: functions that the model may call, as OpenAI describes them, or Python
+            functions; the ``tool_calls`` of the result are its calls.
+        tool_choice, parallel_tool_calls: OpenAI's, for ``tools``.
+        chat_template_kwargs: for messages: other variables of the template.
+        show_schema: for messages: whether the prompt describes the JSON schema of the answer, at the end
+            of the user's last message.
+        continue_final_message: for messages: whether a last message of the assistant is the beginning of
+            the answer; None = yes.
+        add_generation_prompt: for messages: whether an answer begins after them; None = yes.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range. GrammarError: the grammar is invalid.
     """
 
-    prompt: str | Sequence[int] | Sequence[Message]
+    prompt: Any  # str | Sequence[int] | Sequence[Message]
     id: str | None = None
     max_tokens: int | None = None
     sampling: SamplingParams | None = None
@@ -126,50 +181,54 @@ class Request:
     continues: int = 0
     stop_tokens: Sequence[int] = ()
     min_tokens: int = 0
-    on_round: Callable[[RoundTrace], None] | None = field(default=None, compare=False, repr=False)
-    constraint: ConstraintLike | None = field(default=None, compare=False, repr=False)
-    on_prompt_progress: OnPromptProgress | None = field(default=None, compare=False, repr=False)
+    on_round: Callable[[RoundTrace], None] | None = None
+    constraint: ConstraintLike | None = None
+    on_prompt_progress: OnPromptProgress | None = None
     prompt_progress: bool = False
-    thinking: Thinking | None = None
+    thinking: ThinkingChoice | Thinking = None
+    thinking_end: str = ""
+    share: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    choices: Sequence[str] | None = None
+    tools: Sequence[Tool] | None = None
+    tool_choice: str | Mapping[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
+    show_schema: bool = False
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def __post_init__(self) -> None:
-        is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
-        if is_bytes or not isinstance(self.prompt, (Sequence, np.ndarray)):
-            raise ConfigError(
-                f"a prompt must be text, a list of token ids or messages, not {self.prompt!r:.40}",
-                hint="decode bytes first: prompt.decode()" if is_bytes else None,
-            )
-        fields = self.__dict__  # a frozen dataclass forbids ``self.name = ...``
-        if is_chat(self.prompt):
-            fields["prompt"] = tuple(chat_messages(self.prompt))
-        elif not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
-            fields["prompt"] = token_list(cast(Sequence[int], self.prompt))
+        self._set(prompt=_checked_prompt(self.prompt))
         stop = [self.stop] if isinstance(self.stop, str) else items("stop", self.stop)
-        fields["stop"] = tuple(instance("a stop string", s, str) for s in stop)
-        if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
-            raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
+        self._set(stop=tuple(instance("a stop string", s, str) for s in stop))
+        self._set(stop_tokens=tuple(token_list(self.stop_tokens)))
+        self._set(n=whole("n", self.n, 1, _MOST_TEXTS), priority=whole("priority", self.priority))
+        for name in _COUNTS:
+            if (value := getattr(self, name)) is not None:
+                force_setattr(self, name, whole(name, value, 0))
         settings_of(self.sampling)
-        if self.thinking is not None:
-            instance("thinking", self.thinking, Thinking)
-            if self.continues:
-                raise ConfigError("thinking cannot be combined with continues")
-        fields["n"] = whole("n", self.n, 1, _MOST_TEXTS)
         if self.id is not None:
             instance("id", self.id, str)
         for name in ("on_round", "on_prompt_progress"):
             if (called := getattr(self, name)) is not None:
                 function(name, called)
+        for name in ("parse_special", "prompt_progress", "show_schema"):
+            value = getattr(self, name)
+            flag(name, bool(value) if isinstance(value, np.bool_) else value)
         if self.constraint is not None:
             ConstraintCalls(self.constraint)
-        if not isinstance(self.parse_special, (bool, np.bool_)):
-            raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
-        fields["priority"] = whole("priority", self.priority)
-        for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
-            if fields[name] is not None:
-                fields[name] = whole(name, fields[name], 0)
-        for name in ("logprobs_from", "continues", "min_tokens"):
-            fields[name] = whole(name, fields[name], 0)
-        fields["stop_tokens"] = tuple(token_list(self.stop_tokens))
+        self._set_grammar()
+        if self.share not in (None, "thought"):
+            raise ConfigError(
+                f"share must be 'thought' or None, not {shown(self.share)}",
+                hint="share='thought': all texts of a prompt share one thought",
+            )
+        if not isinstance(self.thinking, Thinking):
+            thinking_budget(self.thinking)
+        if self.thinking is not None and self.continues:
+            raise ConfigError("thinking cannot be combined with continues")
         is_ids = not isinstance(self.prompt, str) and not is_chat(self.prompt)
         if self.continues and not (is_ids and self.continues < len(self.prompt)):
             raise ConfigError(
@@ -183,11 +242,68 @@ class Request:
                 hint="make the grammar require a longer text (minLength, minItems)",
             )
 
-    def of_prompt(self, tokens: list[int], thinking: Thinking | None) -> Request:
-        """Return the request with another prompt, whose tokens are not checked."""
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            force_setattr(self, name, value)
+
+    def _set_grammar(self) -> None:
+        """Make the grammar of whatever describes it."""
+        if sum(getattr(self, name) is not None for name in _GRAMMARS) > 1:
+            raise ConfigError(f"use only one of {', '.join(_GRAMMARS)}")
+        grammar = self.grammar
+        if self.json_schema is not None:
+            if self.stop or self.stop_tokens:
+                raise ConfigError(
+                    "stop cannot be combined with json_schema: a text cut there is not a complete value",
+                    hint="leave stop and stop_tokens out; the text ends with the value",
+                )
+            grammar = Grammar.from_json_schema(self.json_schema)
+        elif self.regex is not None:
+            grammar = Grammar.from_regex(self.regex)
+        elif self.choices is not None:
+            grammar = Grammar.from_choices(self.choices)
+        elif isinstance(grammar, str):
+            grammar = Grammar(grammar)
+        elif grammar is not None and not isinstance(grammar, Grammar):
+            raise ConfigError(f"grammar must be a Grammar or GBNF, not {grammar!r:.40}")
+        self._set(grammar=grammar, json_schema=None, regex=None, choices=None)
+
+    # -- how requests are made -----------------------------------------------------------------------
+
+    @classmethod
+    def of(
+        cls, prompt: object, base: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> Self:
+        """Return the request for options of ``complete`` and ``chat``.
+
+        Args:
+            prompt: as for `Request`.
+            base: the settings if there is no option ``sampling``.
+            options: fields of `Request`, and sampling settings.
+
+        Raises:
+            ConfigError, GrammarError: an option is unknown or invalid.
+        """
+        fields = {name: value for name, value in options.items() if name in cls.__struct_fields__}
+        settings = {name: value for name, value in options.items() if name not in fields}
+        check_names(settings, ChatOptions.__annotations__)
+        given = options.get("sampling")
+        fields["sampling"] = settings_of(base if given is None else given, **settings)
+        return cls(prompt, **cast("dict[str, Any]", fields))
+
+    def of_prompt(self, prompt: object) -> Self:
+        """Return the request with another prompt; nothing else is checked again."""
         request = copy(self)
-        request.__dict__.update(prompt=tokens, thinking=thinking)
+        force_setattr(request, "prompt", _checked_prompt(prompt))
         return request
+
+    def replace(self, **fields: object) -> Self:
+        """Return the request with some fields changed.
+
+        Raises:
+            ConfigError, GrammarError: a value is invalid.
+        """
+        return msgspec.structs.replace(self, **fields)
 
     @classmethod
     def from_json(
@@ -230,308 +346,86 @@ class Request:
             **fields,
         )
 
+    # -- what it means -------------------------------------------------------------------------------
 
-@dataclass(repr=False)
-class Result(Generic[T]):
-    """One generated text of a request, and how it ended.
-
-    ``finish_reason`` is "stop", "tool_calls" (from ``chat``: it ended after calls of functions),
-    "length", "constraint" (the constraint allows no token), "capacity" (the cache cannot hold the
-    text), "cancelled" or "error". In the last three cases ``text`` and
-    ``tokens`` have everything generated until then, and ``error`` is the exception, if there was
-    one. ``text`` ends before a stop string; ``tokens`` include the stop string, but not an EOG
-    token. A thought before the answer is in ``thought`` and not in ``text``; ``tokens`` begin with
-    its tokens. Calls of the functions of a ``chat`` are in ``tool_calls`` and not in ``text``.
-
-    Attributes:
-        thought: the thought before the answer, without the tags; "" if there is no thought.
-        n_thought_tokens: how many of ``tokens`` come before the answer: the thought, its tags, and text
-            that was written to end it.
-        emitted: the tokens with their text, log-probability and other numbers.
-        num_prompt_tokens: the number of tokens of the prompt.
-        num_cached_tokens: how many of them were already in the cache when the text was first
-            admitted, and were not processed again.
-        num_preemptions: how often it lost its cells and was processed again.
-        stop_reason: the stop string or stop token that ended it; None if an EOG token did.
-        queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
-            of this text, its first token and its last one; None if the event did not happen.
-        logprobs: the tokens in detail, if the request has ``top_logprobs``.
-        prompt_logprobs: a score for each prompt token, if the request asked for scores. The first
-            token has no score: None.
-        exact: whether the text was generated in an exact context. If so, the same seed gives
-            the same tokens again, alone or together with any other texts, with or without drafts.
-        grammar: the grammar of the request, for ``parsed``.
-        choices: from ``complete`` and ``chat``: all texts of the prompt, including this one.
-        tools: from ``chat``: the tools of the request.
-        model: the model's name.
-        pieces: the bytes of the tokens in ``logprobs``, if the request asked for log-probabilities.
-        written: from ``chat`` with tools: the text of the answer with the names of control tokens.
-    """
-
-    id: str
-    sample: int
-    prompt: str | Sequence[int] | Sequence[Message]
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    seed: int
-    stats: SpeculativeStats
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    stop_reason: str | int | None = field(default=None, compare=False)
-    error: LlamaBranchError | None = None
-    emitted: Sequence[Produced] = field(default=(), compare=False)
-    queued_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    logprobs: list[Produced] | None = None
-    prompt_logprobs: list[TokenScore | None] | None = None
-    grammar: Grammar | None = field(default=None, repr=False, compare=False)
-    choices: list[Result[T]] = field(default_factory=list, compare=False)
-    tools: Tools | None = field(default=None, compare=False)
-    model: str = field(default="", compare=False)
-    pieces: Mapping[int, bytes] = field(default_factory=dict, compare=False)
-    exact: bool = field(default=False, compare=False)
-    thought: str = ""
-    n_thought_tokens: int = 0
-    written: str = field(default="", repr=False, compare=False)
-
-    def note_written(self, model: Model) -> None:
-        """Keep the text of the answer with the names of control tokens, for ``turn``."""
-        tokens, is_cut = self.tokens[self.n_thought_tokens :], isinstance(self.stop_reason, str)
-        self.written = named_text(model, self.text, tokens, is_cut=is_cut)
-        if self._is_all_thought:
-            self.written = self.thought
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the model did not end the text itself."""
-        return self.finish_reason not in ("stop", "tool_calls") or self.stop_reason is not None
-
-    @property
-    def _is_all_thought(self) -> bool:
-        return 0 < len(self.tokens) == self.n_thought_tokens
-
-    def separate_calls(self, model: Model) -> Turn:
-        """Make ``text`` the content of a text that may call functions; return the turn."""
-        self.note_written(model)
-        turn = self.turn_with(self.tools, self._salt)
-        self.text, self.thought = turn.content, turn.thought
-        if turn.calls and self.finish_reason == "stop":
-            self.finish_reason = "tool_calls"
-        return turn
-
-    @cached_property
-    def turn(self) -> Turn:
-        """The thought, the content and the function calls, read by the model's turn format."""
-        return self.turn_with(self.tools, self._salt)
-
-    @property
-    def _salt(self) -> str:
-        return str(len(self.prompt)) if is_chat(self.prompt) else ""
-
-    def turn_with(self, tools: Tools | None, salt: str) -> Turn:
-        """Return ``turn`` for these tools; the ids of calls are derived from ``salt``."""
-        if tools is None:
-            return Turn(self.thought, self.text, [])
-        if self._is_all_thought:  # it may end with calls
-            return tools.read(self.written or self.thought, in_thought=True, salt=salt)
-        begun = begun_answer(self.prompt) if tools.is_used else ""
-        turn = tools.read(begun + (self.written or self.text), salt=salt, is_cut=self.is_cut)
-        n_begun = len(tools.read(begun).content) if begun else 0
-        return turn._replace(thought=self.thought or turn.thought, content=turn.content[n_begun:])
-
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        """The complete function calls in the text, in order; [] without tools."""
-        return self.turn.calls
-
-    @property
-    def message(self) -> dict[str, object]:
-        """The answer as a message in OpenAI's format, to append to the conversation."""
-        return answer_message(self.turn)
-
-    @property
-    def parsed(self) -> T:
-        """The text parsed with the request's grammar; None without a grammar.
-
-        For a JSON schema it is a JSON value, or an instance of the type that the schema was made from;
-        for other grammars it is the text.
+    def plan(self, model: Model) -> Plan:
+        """Return what the request means for a model.
 
         Raises:
-            ParseError: the text was cut off (``finish_reason`` says why), or the type does not
-                accept the value.
+            ConfigError, TokenizeError: the prompt is invalid, or an option does not fit it.
+            UnsupportedError: the model has no chat template, or does not think.
+            GrammarError: the schema of a tool is invalid.
         """
-        if self.grammar is None:
-            return cast(T, None)
-        calls = self.tools is not None and self.tools.is_used
-        if calls and self.tool_calls:
-            raise ParseError("the text calls functions: see tool_calls", text=self.text)
-        if self.finish_reason != "stop":
-            raise ParseError(
-                f"the text is not complete: it ended with {self.finish_reason!r}",
-                text=self.text,
-                hint="a larger max_tokens may let it end; parsed_or(None) does not raise",
-            ) from self.error
-        return cast(T, self.grammar.parse(self.turn.content if calls else self.text))
+        model.check_tokens(self.stop_tokens)
+        grammar, choice = cast("Grammar | None", self.grammar), self.thinking
+        if is_chat(self.prompt):
+            return self._chat_plan(model, grammar)
+        tokens = model.prompt_tokens(self.prompt, parse_special=self.parse_special)
+        if choice is None or isinstance(choice, Thinking):
+            return Plan(tokens, choice, grammar)
+        return Plan(*self._thinking(model, tokens), grammar)
 
-    def parsed_or(self, default: S) -> T | S:
-        """Return ``parsed``, or ``default`` if that raises."""
-        try:
-            return self.parsed
-        except ParseError:
-            return default
+    def _chat_plan(self, model: Model, grammar: Grammar | None) -> Plan:
+        form, choice = model.turn_format, self.thinking
+        if isinstance(choice, Thinking):
+            raise ConfigError("thinking must be True, False, None or a number for messages")
+        tools = Tools(self.tools or (), self.tool_choice, form, parallel=self.parallel_tool_calls)
+        if tools.forced and grammar is not None:
+            raise ConfigError(
+                "tool_choice forces a call, which has a grammar of its own; use no other"
+            )
+        variables = {**thinking_variables(form, choice), **(self.chat_template_kwargs or {})}
+        shows = self.show_schema and grammar is not None and grammar.kind == "json_schema"
+        talk = conversation(
+            model, self.prompt, tools, variables,
+            continues=self.continue_final_message, generates=self.add_generation_prompt,
+            schema=grammar.source if shows and grammar is not None else "",
+        )  # fmt: skip
+        tokens, thinking = talk.tokens(model), None
+        if self.add_generation_prompt is not False or talk.begun:
+            tokens, thinking = self._thinking(
+                model, tokens, begun=talk.begun, has_calls=tools.is_used
+            )
+        if tools.is_used:
+            grammar = _tool_grammar(model, tools, grammar)
+        return Plan(tokens, thinking, grammar, tools)
 
-    def __repr__(self) -> str:
-        ended = self.finish_reason + ("" if self.error is None else f": {self.error}")
-        return (
-            f"<Result {self.id!r} sample {self.sample}: {reprlib.repr(self.text)}, "
-            f"{len(self.tokens)} tokens, {ended}>"
+    def _thinking(
+        self, model: Model, tokens: list[int], *, begun: str = "", has_calls: bool = False
+    ) -> tuple[list[int], Thinking | None]:
+        return plan_thinking(
+            model, tokens, cast(ThinkingChoice, self.thinking), begun=begun,
+            ending=self.thinking_end, shares=self.share is not None, has_calls=has_calls,
+        )  # fmt: skip
+
+
+def _checked_prompt(prompt: object) -> str | Sequence[int] | Sequence[Message]:
+    is_bytes = isinstance(prompt, (bytes, bytearray, memoryview))
+    if is_bytes or not isinstance(prompt, (Sequence, np.ndarray)):
+        raise ConfigError(
+            f"a prompt must be text, a list of token ids or messages, not {prompt!r:.40}",
+            hint="decode bytes first: prompt.decode()" if is_bytes else None,
         )
-
-    def to_openai(self) -> dict[str, object]:
-        """Return the body of an OpenAI answer: a chat completion for messages, else a completion.
-
-        It has all ``choices``, and log-probabilities if ``logprobs=True`` or ``top_logprobs``
-        was given.
-        """
-        results = self.choices or [self]
-        chat = is_chat(self.prompt)
-        kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
-        choices = []
-        for i, each in enumerate(results):
-            end = end_reason(each.finish_reason, each.stop_reason)
-            words = Vocabulary(each.pieces.__getitem__)
-            logprobs = (each.logprobs or ())[each.n_thought_tokens :]
-            scored = [token for token in logprobs if token.token >= 0 and not token.is_stop]
-            if chat:
-                content = words.chat_logprobs(scored) if each.pieces else None
-                choices.append(chat_choice(i, each.turn, end, content))
-            else:
-                pairs = [(token.token, token) for token in scored]
-                offsets = [*accumulate((len(token.text) for token in scored), initial=0)][:-1]
-                lists = words.completion_logprobs(pairs, offsets) if each.pieces else None
-                choices.append(completion_choice(i, each.text, end, lists))
-        n_generated = sum(len(each.tokens) for each in results)
-        n_thought = sum(each.n_thought_tokens for each in results)
-        counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens, n_thought)
-        return {**head(*kind, self.model), "choices": choices, "usage": counts}
-
-    def as_dict(self, *, stats: bool = True) -> dict[str, object]:
-        """Return the result as JSON types.
-
-        Times and cache counts are left out, because they differ from run to run. ``error``,
-        ``logprobs`` and ``prompt_logprobs`` are included only if the result has them.
-
-        Args:
-            stats: False leaves out the drafting statistics. For a short text they take most of the
-                space.
-        """
-        record: dict[str, object] = {
-            "id": self.id,
-            "sample": self.sample,
-            "prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt),
-            "text": self.text,
-            "tokens": self.tokens,
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-        }
-        if self.n_thought_tokens:
-            record |= {"thought": self.thought, "n_thought_tokens": self.n_thought_tokens}
-        if stats:
-            record["stats"] = self.stats.as_dict()
-        if self.logprobs is not None:
-            record["logprobs"] = [_scored(one) | {"source": one.source} for one in self.logprobs]
-        if self.prompt_logprobs is not None:
-            record["prompt_logprobs"] = [
-                None if one is None else _scored(one) | {"rank": one.rank}
-                for one in self.prompt_logprobs
-            ]
-        if self.error is not None:
-            record["error"] = str(self.error)
-        return record
+    if is_chat(prompt):
+        return chat_messages(prompt)
+    if not isinstance(prompt, str) and any(type(t) is not int for t in prompt):
+        return token_list(cast(Sequence[int], prompt))
+    return cast("str | Sequence[int]", prompt)
 
 
-def _scored(token: Produced | TokenScore) -> dict[str, object]:
-    return {
-        "token": token.token,
-        "logprob": _finite(token.logprob),
-        "entropy": _finite(token.entropy),
-        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
-    }
+def _tool_grammar(model: Model, tools: Tools, asked: Grammar | None) -> Grammar | None:
+    """Return the grammar of an answer that may call functions, or None if there cannot be one.
 
-
-def _finite(number: float) -> float | None:
-    """Return the number, or None for NaN and infinity, which JSON does not have."""
-    return number if math.isfinite(number) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A new token of a text (``emitted``), or the end of the text (``result``).
-
-    Two other kinds are rarer. For a request with ``prompt_progress``, an event can be the progress
-    of its prompt (``progress``). When a thought ends and an answer follows, ``ended_thought`` has
-    all tokens of the thought as the result will have them. They can differ from the tokens reported
-    before: the last ones may be replaced, and tokens may be added to end the thought.
+    Raises:
+        UnsupportedError: ``asked``, the grammar of an answer without a call, cannot be combined with
+            calls.
     """
-
-    id: str
-    sample: int
-    emitted: Produced | None = None
-    result: Result | None = None
-    progress: PromptProgress | None = None
-    ended_thought: Sequence[Produced] = ()
-
-    @property
-    def is_thought(self) -> bool:
-        """Whether its token belongs to the thought before the answer."""
-        return self.emitted is not None and self.emitted.is_thought
-
-    @property
-    def text(self) -> str:
-        """The text of the event's token; "" for a token of a thought, or without a token."""
-        return "" if self.emitted is None or self.is_thought else self.emitted.text
-
-    @property
-    def thought(self) -> str:
-        """The text of its token if it is part of a thought; otherwise ""."""
-        return self.emitted.text if self.emitted is not None and self.is_thought else ""
-
-
-@dataclass
-class EngineStats:
-    """Totals of an engine's work; ``speculative`` is the sum over all requests.
-
-    ``prompt_tokens`` counts the prompt tokens that were decoded, ``shared_prompt_tokens`` those that
-    were shared with another text, and ``cached_prompt_tokens`` those from the prefix cache.
-    """
-
-    target_forward_passes: int = 0
-    draft_forward_passes: int = 0
-    prompt_tokens: int = 0
-    shared_prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    elapsed_s: float = 0.0
-    speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per second of the engine's running time; nan before the first run."""
-        return self.generated_tokens / self.elapsed_s if self.elapsed_s else float("nan")
-
-    def as_dict(self) -> dict[str, object]:
-        """Return all counts and times as JSON types."""
-        known = {k: v for k, v in self.__dict__.items() if k != "speculative"}
-        rate = self.tokens_per_s
-        return {
-            **known,
-            "tokens_per_s": None if rate != rate else rate,
-            **{k: v for k, v in self.speculative.as_dict().items() if not k.endswith("_passes")},
-        }
+    try:
+        return turn_grammar(model, tools, asked)
+    except UnsupportedError:
+        if asked is not None:
+            raise
+        return None  # `Tools.read` finds the calls even without a grammar
 
 
 AnyRequest = Request | str | Sequence[Message]

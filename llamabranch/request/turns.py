@@ -11,12 +11,7 @@ from ..generation.thought import token_text
 from ..model import NO_TOKEN, Model, Turn, TurnEvent
 from ..model.tools import Tools
 
-__all__ = ["TurnPieces", "shown_pieces", "written_piece"]
-
-
-def written_piece(model: Model, one: Produced) -> str:
-    """Return the text of a token of an answer, for a control token its name, which may be a tag."""
-    return one.text if one.is_stop else token_text(model, one)
+__all__ = ["TurnPieces", "shown_pieces"]
 
 
 def shown_pieces(token: Produced | None, events: Sequence[TurnEvent]) -> list[Produced]:
@@ -46,9 +41,14 @@ class TurnPieces:
         salt: see `TurnReader`.
         begun: the beginning of the answer, which is not part of the text.
         eager: see `TurnReader`.
+
+    Attributes:
+        reads_calls: whether the text may have calls.
+        content: the content so far.
     """
 
     def __init__(self, tools: Tools, salt: str, begun: str = "", *, eager: bool = False) -> None:
+        self.reads_calls = tools.is_used
         self._thoughts = tools.reader(in_thought=True, salt=salt)
         self._answer = tools.reader(eager=eager, salt=salt)
         self._n_begun = len(tools.read(begun).content) if begun else 0
@@ -56,6 +56,13 @@ class TurnPieces:
         self._n_told = 0  # characters of the thought
         self.content = ""
         self._answer_events(self._answer.feed(begun) if begun else [])
+
+    def feed_token(self, model: Model, token: Produced) -> list[TurnEvent]:
+        """Return the events of the next token."""
+        if token.is_thought:
+            return self.feed(token.text, "")
+        is_plain = token.is_stop or not self.reads_calls
+        return self.feed("", token.text if is_plain else token_text(model, token))
 
     def feed(self, thought: str, written: str) -> list[TurnEvent]:
         """Return the events of the next piece.

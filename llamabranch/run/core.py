@@ -1,4 +1,4 @@
-"""Runs the steps of all jobs, for an engine or a search, and collects their events."""
+"""Runs the steps of all texts of a context, whoever asks for them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
 from threading import get_ident
 from time import perf_counter, sleep
 
+from ..context import Context
 from ..errors import (
-    CacheFullError,
     CapacityError,
     ConstraintError,
     DecodeError,
@@ -22,349 +21,292 @@ from ..errors import (
     UsageError,
 )
 from ..generation.output import Produced
-from ..native.handle import is_held
+from ..native.handle import forkable_lock, held_before, is_held
 from ..native.interrupts import HeldInterrupts
-from ..request.request import EngineStats, Event, Request
-from ..sampling import SamplingParams
-from ..sampling.params import settings_of
-from .job import Job, State, Submission
-from .loop import Loop, Step
+from ..request.result import EngineStats
+from .drafting import Drafting
+from .job import Caller, Choice, Job, State, Told
 from .running import RunningText
 from .scheduler import Scheduler
+from .step import Step
 
-__all__ = ["EngineCore"]
+__all__ = ["Core", "core_of"]
 
-_POLL_S = 0.02  # how often to check whether others have freed a sequence or cells
-_numbers = count()  # of all cores: of two that wait for cells, the newer one frees its own
+_POLL_S = 0.02  # how often to check whether others have freed a sequence
+_MOST_STUCK = 99  # steps without progress
+_making = forkable_lock()  # of a context's core
 
 
-def _is_in_a_step() -> bool:
-    """Return whether the caller runs inside a step of an engine, in this thread.
+def core_of(ctx: Context) -> Core:
+    """Return the core that runs the texts of a context.
 
-    An exception may end a step at any line, before its end can be recorded.
+    A function that a step calls may ask for texts too. They get a core of their own, which runs them
+    while the step waits: the step's texts must not move meanwhile.
     """
-    frame = sys._getframe(2).f_back  # above the call that checks
-    while frame is not None:
-        if frame.f_code is EngineCore.advance.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    with _making:
+        core = None if ctx.core is None else ctx.core()
+        if not isinstance(core, Core):
+            core = Core(ctx)
+            ctx.core = weakref.ref(core)
+        while core.is_in_step():
+            core = core.inner()
+        return core
 
 
-class EngineCore:
-    """Runs requests whose texts share decodes: all of one call, or all added to an engine.
+class Core:
+    """Runs the texts of all callers of one context: they share its decodes, sequences and cells.
 
-    Any thread may call ``add`` and ``abort`` at any time. All other methods may be used by one
-    thread at a time.
+    There is one for each context, while anybody asks for texts there. Any thread may call ``send``.
+    The threads of all callers take turns with the steps: whoever waits for events of its own runs
+    the next step of all texts.
 
     Args:
-        loop: runs all texts; its ``ctx`` is the context that generates.
-        stats: the totals, which the core updates.
-        parallel: the most texts at a time; None = as many as there are sequences.
-        wait_s: how long to wait, in seconds, while other users of the context, such as branches,
-            hold all sequences, or while other engines hold the cells that a text needs.
-        sampling: the settings for requests that have none.
-        max_tokens: the limit for requests without one.
+        ctx: the context that generates.
 
     Attributes:
-        ctx: the context that generates.
+        ctx: the context.
         scheduler: decides which texts hold a sequence.
-        n_added: how many requests were added.
-        n_decoded: how many tokens its steps have decoded.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        stats: EngineStats,
-        parallel: int | None = None,
-        wait_s: float = 0.0,
-        *,
-        sampling: SamplingParams | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.n_added = self.n_decoded = 0
-        self._sampling, self._max_tokens = settings_of(sampling), max_tokens
-        self.ctx = loop.ctx
-        self._loop = loop
-        self._stats = stats
-        self.scheduler = Scheduler(loop.ctx, parallel, stats)
-        self._wait_s = wait_s
-        self._number = next(_numbers)
-        weakref.finalize(self, loop.ctx.working.pop, self._number, None).atexit = False
-        self._no_room: CacheFullError | None = None  # why the only text of this core must wait
-        self._has_others = False  # whether other cores worked before the last decode
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.scheduler = Scheduler(ctx)
+        self._inner: weakref.ref[Core] | None = None
+        self._lock = forkable_lock()  # held during a step
+        self._mail: deque[tuple[str, Job]] = deque()  # what callers want of the next step
+        self._events: deque[Told] = deque()  # of this step
+        self._step: Step | None = None
+        self._at: Choice | None = None  # whose function may run now, outside of ``_step``
+        self._in_step: list[Choice] = []
+        self._n_stuck = 0  # steps without any progress
         self._n_idle = 0  # polls for a free sequence since the last decode on the context
         self._n_decodes = -1  # decodes on the context at the last poll
-        self._added: deque[Submission] = deque()
-        self._aborted: deque[Submission] = deque()
-        self._events: list[Event] = []  # still to be returned
-        self._failure: LlamaBranchError | None = None  # raised once those events are returned
         self._is_stepping = False
         self._is_interrupted = False  # True in a step, and after one that an exception ended
-        self._seen: set[object] = set()  # where the jobs were after each step since the last decode
-        # The jobs whose prompt the running decode reads, its thread, and whether ``abort`` stops it.
+        # The choices whose prompt the running decode reads, its thread, and whether a caller has
+        # stopped it.
         self._stopping = threading.Lock()
-        self._reading: Sequence[Job] = ()
+        self._reading: Sequence[Choice] = ()
         self._thread = 0
         self._has_stopped = False
 
-    # -- requests ------------------------------------------------------------------------------------
+    # -- callers -------------------------------------------------------------------------------------
 
-    def add(self, request: Request, name: str, seed: int, *, reports_tokens: bool = True) -> None:
-        """Queue the texts of a request.
+    def send(self, what: str, job: Job) -> None:
+        """Tell the next step what a caller wants: "add", "abort", "resume" or "drop" a request.
 
-        Args:
-            request, name: the request and its id.
-            seed: the seeds of the texts are derived from it, unless the request has one.
-            reports_tokens: whether there are events for tokens.
-
-        Raises:
-            ConfigError, TokenizeError: the prompt or the stop strings are invalid. Nothing is queued.
+        A request that is dropped ends without a result. A decode that reads the prompt of a request
+        that ends can take seconds, so it is stopped. The stopped step changes nothing, and the other
+        texts repeat it.
         """
-        submission = Submission(
-            request, name, self.n_added, self._loop, self._sampling, self._max_tokens, seed,
-            range(request.n), reports_tokens=reports_tokens,
-        )  # fmt: skip
-        self.n_added += 1
-        self._added.append(submission)
-
-    def refuse(self, event: Event) -> None:
-        """Report, with the events of the next step, that a request could not be queued."""
-        self._events.append(event)
-
-    def abort(self, name: str) -> None:
-        """End a request at the next step; its results have the text so far.
-
-        A decode that reads its prompt can take seconds, so such a decode is stopped. The stopped
-        step changes nothing, and the other texts repeat it. An unknown id is ignored.
-        """
-        submission = self._find(name)  # also if it has just been added
-        if submission is not None and not submission.is_aborted:
-            self._aborted.append(submission)
-            submission.is_aborted = True
+        if what in ("abort", "drop"):
+            job.is_aborted = True
+        self._mail.append((what, job))
+        if job.is_aborted:
             with self._stopping:
-                if any(job in self._reading for job in list(submission.jobs.values())):
+                if any(choice in self._reading for choice in list(job.choices.values())):
                     self._stop()
 
-    def abort_all(self) -> None:
-        """End all requests at the next step."""
-        self._aborted.extend(self.scheduler.unfinished() + list(self._added))
+    def tidy(self) -> None:
+        """Do now what callers want, unless a step is running; that step does it at its end."""
+        while self._mail and self._lock.acquire(blocking=False):
+            try:
+                if self.is_in_step():
+                    return
+                with HeldInterrupts():
+                    self._tidy()
+            finally:
+                self._lock.release()
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether a request of this id is unfinished."""
-        return self._find(name) is not None
+    def _tidy(self) -> None:
+        self._is_stepping = True
+        try:
+            if self._is_interrupted:
+                self._recover()
+            self._read_mail()
+        finally:
+            self._is_stepping = False
+            self._deliver()
 
-    def _find(self, name: str) -> Submission | None:
-        """Return the unfinished request of this id."""
-        waiting = next((s for s in list(self._added) if s.name == name), None)
-        return waiting or self.scheduler.find(name)
+    def is_in_step(self) -> bool:
+        """Return whether the caller is a function that a step of this core has called.
 
-    @property
-    def n_waiting(self) -> int:
-        """How many requests have a text that has never had a sequence."""
-        return len(self._added) + self.scheduler.n_waiting
+        An exception may end a step at any line, before its end can be recorded. So this looks at the
+        functions that are running.
+        """
+        if not self._is_stepping:
+            return False
+        frame = sys._getframe(1).f_back
+        steps = Core._advance.__code__, Core._tidy.__code__
+        while frame is not None:
+            if frame.f_code in steps and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
-    @property
-    def n_ahead(self) -> int:
-        """The number of waiting requests, plus the number of events that are not returned yet."""
-        return self.n_waiting + len(self._events)
+    def inner(self) -> Core:
+        """Return the core for texts of functions that a step of this core calls."""
+        core = None if self._inner is None else self._inner()
+        if core is None:
+            core = Core(self.ctx)
+            self._inner = weakref.ref(core)
+        return core
 
-    @property
-    def has_unfinished(self) -> bool:
-        """True if a request has no result yet, or an event has not been returned."""
-        return bool(self._added or self._events or self._failure or not self.scheduler.is_idle)
-
-    @property
-    def is_stalled(self) -> bool:
-        """True if nothing can continue until a paused request is resumed or another one is added."""
-        scheduler = self.scheduler
-        return not (self._added or self._events or self._failure or self._aborted) and (
-            scheduler.is_stalled
-        )
-
-    # -- steps ---------------------------------------------------------------------------------------
-
-    def step(self) -> list[Event]:
-        """Run one step; return its events.
+    def advance(self, caller: Caller) -> None:
+        """Run a step of all texts, unless another thread's step has brought news for ``caller``.
 
         Raises:
-            DecodeError: the decode failed or was interrupted. The requests are as before the step,
-                and the next call continues them.
+            UsageError: a step is running, which has called this function.
+            BaseException: a function of ``caller`` raised it, or a signal handler. No text is lost.
         """
-        if self._failure is None or self._events:
-            self.advance()
-        failure = self._failure
-        if failure is not None and not self._events:
-            self._failure = None
-            raise failure
-        return self._take_events()
+        self.check_free()
+        with held_before(self._lock, self.ctx.lock):
+            if caller.events or caller.failure is not None:
+                return
+            start = perf_counter()
+            with HeldInterrupts() as interrupts:
+                self._is_stepping = True
+                try:
+                    self._advance(caller, interrupts)
+                except BaseException:
+                    self._recover()
+                    raise
+                finally:
+                    self._is_stepping = False
+                    elapsed_s = perf_counter() - start
+                    for stats in self._stats_of(self._in_step, caller):
+                        stats.elapsed_s += elapsed_s
+                    self._step, self._in_step = None, []
+                    self._deliver()
+        self.tidy()
 
-    def drain(self) -> list[Event]:
-        """Run steps until all requests have ended; return their events.
-
-        If a step raises, no event is lost.
-
-        Raises:
-            DecodeError: a decode failed. After an interrupt there is no error: the decode is
-                repeated.
-        """
-        while self._added or not self.scheduler.is_idle:
-            for name in [*self.scheduler.paused] if self.is_stalled else ():
-                self.scheduler.resume(name)
-            self.advance()
-            failure, self._failure = self._failure, None
-            if failure is not None and not isinstance(failure, DecodeInterruptedError):
-                raise failure
-        return self._take_events()
-
-    def _take_events(self) -> list[Event]:
-        events: list[Event] = []
-        try:  # if anything is raised here, the events are kept for the next step
-            events, self._events = self._events, []
-            return events
-        except BaseException:
-            self._events = events + self._events
-            raise
-
-    def check_idle(self) -> None:
-        """Raise UsageError if a step is running: the caller is a function that the step has called."""
-        if self._is_stepping and _is_in_a_step():
+    def check_free(self) -> None:
+        """Raise UsageError if the caller is a function that a step of this core has called."""
+        if self.is_in_step():
             raise UsageError(
                 "a function that a step of the engine calls cannot step or close this engine",
                 hint="let it generate with the context (ctx.complete), or with another engine",
             )
 
-    def advance(self) -> None:
-        """Run one step; keep its events and its error, which ``step`` returns and raises.
-
-        Raises:
-            UsageError: a step is running.
-        """
-        self.check_idle()
-        start = perf_counter()
-        with HeldInterrupts() as interrupts:
-            self._is_stepping = True
-            try:
-                if self._is_interrupted:
-                    self._recover()
-                self._is_interrupted = True
-                try:
-                    self._step()
-                except LlamaBranchError as error:
-                    if interrupts.caught is None:
-                        self._failure = error
-                self._is_interrupted = False
-            except BaseException:
-                self._recover()
+    def _advance(self, caller: Caller, interrupts: HeldInterrupts) -> None:
+        if self._is_interrupted:
+            self._recover()
+        self._is_interrupted = True
+        self._step, self._at, self._in_step = None, None, []
+        try:
+            self._run()
+        except LlamaBranchError as error:
+            if interrupts.caught is None:
+                for blamed in self._blamed(caller):
+                    blamed.failure = error
+        except Exception as error:
+            (*others,) = self._blamed(caller)
+            if caller in others:
                 raise
-            finally:
-                self._is_stepping = False
-                self._stats.elapsed_s += perf_counter() - start
-                self._note_working()
+            self._recover()
+            for other in others:
+                other.failure = error
+        self._is_interrupted = False
+
+    def _blamed(self, caller: Caller) -> list[Caller]:
+        """Return the callers whose function has raised an error; else all that took part in the step."""
+        at: object = self._at or (None if self._step is None else self._step.at)
+        active = self.scheduler.active
+        callers = [choice.job.caller for choice in active]
+        if isinstance(at, Choice):
+            callers = [at.job.caller]
+        elif isinstance(at, RunningText):
+            callers = [choice.job.caller for choice in active if choice.running is at]
+        elif isinstance(at, Drafting):
+            callers = [other for other in callers if other.drafting is at]
+        else:
+            callers.append(caller)
+        return list(dict.fromkeys(callers)) or [caller]
+
+    def _deliver(self) -> None:
+        """Give the events of the step to the callers."""
+        while self._events:
+            # This is one line so that an interrupt between two lines cannot lose an event.
+            self._events[0][0].events.append(self._events.popleft()[1])
 
     def _recover(self) -> None:
         """Queue all texts again after an interrupted step; each continues after its last token."""
-        ended = {(event.id, event.sample) for event in self._events if event.result is not None}
-        for submission in self.scheduler.unfinished():
-            for job in list(submission.jobs.values()):
-                if (job.name, job.sample) in ended:
+        ended = {(caller, e.id, e.sample) for caller, e in self._events if e.result is not None}
+        for job in self.scheduler.unfinished():
+            for choice in list(job.choices.values()):
+                if (job.caller, job.name, choice.sample) in ended:
                     with suppress(Exception):
-                        self.scheduler.finish(job)
+                        self.scheduler.finish(choice)
         self.scheduler.rebuild()
         self._is_interrupted = False
 
-    def close(self) -> None:
-        """Free all sequences. Requests that have no result yet never get one.
+    @staticmethod
+    def _stats_of(choices: Sequence[Choice], *more: Caller) -> list[EngineStats]:
+        """Return the totals in which a step of these texts counts; callers may share them."""
+        callers = [*(choice.job.caller for choice in choices), *more]
+        return list({id(caller.stats): caller.stats for caller in callers}.values())
 
-        Raises:
-            UsageError: a step is running.
-        """
-        self.check_idle()
-        with HeldInterrupts():
-            self._added.clear()
-            self._events.clear()
-            try:
-                self.scheduler.close()
-            finally:
-                self._note_working()
+    # -- a step --------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """Run one step, and make sure that the jobs make progress.
+    def _run(self) -> None:
+        """Schedule the texts, run a step, and take the results.
 
         Raises:
             DecodeInterruptedError: the context was interrupted, and the step decoded nothing.
         """
-        n_decoded, n_events = self.n_decoded, len(self._events)
-        self._run()
-        if self.n_decoded != n_decoded:
-            self._seen.clear()
-            return
+        n_events = len(self._events)
+        choices, reading = self._schedule()
+        self._in_step = [*choices, *reading]
+        announced = [choice for choice in reading if not choice.is_announced]
+        for choice in announced:  # report this before the decode, which can take seconds
+            self._at = choice
+            self._events += choice.note_read()
+        self._at = None
+        if self._in_step and not any(c.job.request.prompt_progress for c in announced):
+            running = []
+            for choice in choices:
+                if choice.running is not None:
+                    choice.running.draft_limit = choice.output.draft_limit
+                    running.append(choice.running)
+            step = Step(self.ctx, running, reading, lambda: self._stoppable(reading))
+            if self._decode(step):
+                self._count(step)
+                self._postprocess(step)
+                if step.n_tokens:
+                    self._n_stuck = 0
+                    return
         stops = self.ctx.decoder.stops
-        if stops.is_pending:
+        if stops.is_pending and not self.ctx.closed:
             with self.ctx.lock:  # another thread's decode may be the one that stops
                 if stops.is_pending:
                     stops.note_stopped()
                     raise DecodeInterruptedError("interrupted while nothing was decoded")
-        waits = self.scheduler.no_sequence is not None or self._no_room is not None
-        if len(self._events) != n_events or waits:
-            self._seen.clear()
-        else:
-            self._end_stuck()
+        waits = self.scheduler.no_sequence is not None or self.scheduler.head() is None
+        is_stuck = len(self._events) == n_events and (self._in_step or not waits)
+        self._n_stuck = self._n_stuck + 1 if is_stuck else 0
+        if self._n_stuck > _MOST_STUCK:
+            raise DecodeError("the texts make no progress; this is a bug in llamabranch")
 
-    def _end_stuck(self) -> None:
-        """End the jobs that made no progress: nothing was decoded or changed for them."""
-        stuck = self.scheduler.stuck()
-        # A parked text that was preempted has made room.
-        where: tuple[object, ...] = (len(self.scheduler.idle), *(job.place for job in stuck))
-        if stuck and where in self._seen:
-            error = DecodeError(
-                f"{len(stuck)} texts made no progress in two steps; this is a bug in llamabranch"
-            )
-            for job in stuck:
-                self._fail(job, error)
-            where = ()
-        self._seen.add(where)
-
-    def _run(self) -> None:
-        """Schedule the jobs, run a step of the loop, and take the results."""
-        jobs, reading = self._schedule()
-        announced = [event for job in reading if not job.is_announced for event in job.note_read()]
-        if announced:  # report this before the decode, which can take seconds
-            self._events += announced
-            return
-        running = []
-        for job in jobs:
-            if job.running is not None:
-                job.running.draft_limit = job.output.draft_limit
-                running.append(job.running)
-        step = self._decode(running, reading) if jobs or reading else None
-        if step is not None:
-            self.n_decoded += step.n_tokens
-            self._stats.target_forward_passes += step.n_tokens > 0
-            if step.n_tokens:
-                self._no_room = None
-            self._stats.draft_forward_passes += step.n_draft_decodes
-            self._postprocess([*jobs, *reading], step)
-
-    def _decode(self, running: Sequence[RunningText], reading: Sequence[Job]) -> Step | None:
-        """Run a step of the loop; return None if ``abort`` stopped it. Then nothing has changed."""
-        if not reading:
-            return self._loop.step(running)
-        self._has_stopped = False
+    def _decode(self, step: Step) -> bool:
+        """Run a step; return False if a caller stopped it. Then nothing has changed."""
+        self._step, self._has_stopped = step, False
         try:
-            return self._loop.step(running, reading, lambda: self._stoppable(reading))
+            step.run()
         except DecodeInterruptedError:
             if not self._has_stopped:
                 raise
-            return None
+            return False
+        return True
 
     @contextmanager
-    def _stoppable(self, reading: Sequence[Job]) -> Iterator[None]:
-        """Let ``abort`` stop the decode in this block, and no other one."""
+    def _stoppable(self, reading: Sequence[Choice]) -> Iterator[None]:
+        """Let callers stop the decode in this block, if it reads prompts, and no other one."""
+        if not reading:
+            yield
+            return
         with self._stopping:
             self._reading, self._thread = reading, get_ident()
-            if any(job.submission.is_aborted for job in reading):
+            if any(choice.job.is_aborted for choice in reading):
                 self._stop()
         try:
             yield
@@ -379,41 +321,53 @@ class EngineCore:
         self._has_stopped = True
         self.ctx.decoder.stops.stop_thread(self, self._thread)
 
-    def _schedule(self) -> tuple[list[Job], list[Job]]:
-        """Take the requests that were added or aborted since the last step, and admit those that fit.
+    def _read_mail(self) -> None:
+        """Do what callers want."""
+        scheduler = self.scheduler
+        while self._mail:
+            what, job = self._mail[0]
+            if what == "add":
+                scheduler.add(job)
+            elif what == "resume":
+                scheduler.resume(job)
+            elif job in scheduler:
+                for choice in scheduler.choices_of(job):
+                    if what == "abort":
+                        self._end(choice, "cancelled")
+                        continue
+                    try:
+                        scheduler.finish(choice)
+                    except Exception as error:  # a drafter could not close a state
+                        job.caller.failure = error
+            self._mail.popleft()
+
+    def _schedule(self) -> tuple[list[Choice], list[Choice]]:
+        """Do what callers want, and admit the texts that fit.
 
         Returns:
-            the jobs that generate, and the jobs that read their prompt.
+            the texts that generate, and those that read their prompt.
         """
+        self._read_mail()
         scheduler = self.scheduler
-        while self._added:
-            scheduler.add(self._added[0])
-            self._added.popleft()
-        while self._aborted:
-            submission = self._aborted[0]
-            if scheduler.find(submission.name) is submission:
-                for job in scheduler.jobs_of(submission):
-                    self.end(job, "cancelled")
-            self._aborted.popleft()
-        if self._no_room is not None and not scheduler.active and not self._has_room():
-            return [], []
-        for job in scheduler.admit():
-            self._fail(job, job.error)
-        self._note_working()
-        self._has_others = bool(self._others())
+        for choice in scheduler.admit():
+            self._fail(choice, choice.error)
         if scheduler.no_sequence is None:
-            self._n_idle = 0 if self._no_room is None else self._n_idle
-        elif not self._wait():
-            while (waiting := scheduler.head()) is not None:
-                self.end(waiting, "capacity", scheduler.no_sequence)
+            self._n_idle = 0
+        while scheduler.no_sequence is not None and (waiting := scheduler.head()) is not None:
+            if self._wait(waiting.job.caller.wait_s):
+                break
+            self._end(waiting, "capacity", scheduler.no_sequence)
         active = scheduler.active
-        reading = [job for job in active if job.is_reading]
-        for job in reading:
-            if not job.n_uncached:
-                self._begin(job)
-        return [job for job in active if job.running], [job for job in reading if job.is_reading]
+        reading = [choice for choice in active if choice.is_reading]
+        for choice in reading:
+            if not choice.n_uncached:
+                self._begin(choice)
+        return (
+            [choice for choice in active if choice.running],
+            [choice for choice in reading if choice.is_reading],
+        )
 
-    def _wait(self) -> bool:
+    def _wait(self, wait_s: float) -> bool:
         """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
@@ -424,124 +378,96 @@ class EngineCore:
         n_decodes = self.ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:
             self._n_decodes, self._n_idle = n_decodes, 0
-        if self._n_idle * _POLL_S >= self._wait_s:
+        if self._n_idle * _POLL_S >= wait_s:
             return False
         self._n_idle += 1
         sleep(_POLL_S)
         return True
 
-    def _note_working(self) -> None:
-        """Note in the context whether texts of this core hold sequences."""
-        if self.scheduler.active or self.scheduler.idle:
-            self.ctx.working[self._number] = get_ident()
-        else:
-            self.ctx.working.pop(self._number, None)
+    def _count(self, step: Step) -> None:
+        """Count the decodes of a step for its callers."""
+        for drafting, n_decodes in step.draft_decodes.items():
+            its = [c for c in self._in_step if c.job.caller.drafting is drafting]
+            for stats in self._stats_of(its):
+                stats.draft_forward_passes += n_decodes
+        if not step.n_tokens:
+            return
+        for choice, n_tokens in zip(self._in_step, step.counts, strict=True):
+            choice.job.caller.n_decoded += n_tokens
+        for stats in self._stats_of(self._in_step):
+            stats.target_forward_passes += 1
 
-    def _others(self) -> list[int]:
-        """Return the numbers of the other cores that work. One of this thread cannot."""
-        thread = get_ident()
-        return [
-            number
-            for number, other in list(self.ctx.working.items())
-            if number != self._number and other != thread
-        ]
-
-    def _waits_for_room(self, error: CacheFullError) -> bool:
-        """Wait briefly for cells of other cores; return False if no other core works.
-
-        Of all cores that wait, only the oldest keeps its cells, so one core can always continue.
-        """
-        others = self._others()
-        if not (others or self._has_others) or not self._wait():
-            return False
-        self._no_room = error
-        if others and min(others) < self._number:
-            self.scheduler.preempt(at_least=0)
-            self._stats.preemptions += 1
-        return True
-
-    def _has_room(self) -> bool:
-        """Return whether the next job may have room now; end it if it has waited long enough."""
-        job = self.scheduler.head()
-        if job is not None and self._others():
-            with self.ctx.lock:
-                has_room = self.ctx.kv_cache.has_room(job.n_to_cache + 1, 0)
-            if not has_room:
-                if not self._wait():
-                    self.end(job, "capacity", self._no_room)
-                return False
-        self._no_room = None
-        return True
-
-    def _postprocess(self, jobs: list[Job], step: Step) -> None:
+    def _postprocess(self, step: Step) -> None:
         """Start texts whose prompt has been read, report new tokens, and end finished texts."""
         try:
-            for job in jobs:
-                self._take_results(job)
-            if step.no_room is not None:  # preempt a text; end it if it is the only one
-                if self.scheduler.preempt():
-                    self._stats.preemptions += 1
-                elif not self._waits_for_room(step.no_room):
-                    self.end(self.scheduler.active[0], "capacity", step.no_room)
+            for choice in self._in_step:
+                self._at = choice
+                self._take_results(choice)
+            self._at = None
+            # Without room, preempt a text; end it if it is the only one.
+            if step.no_room is not None and not self.scheduler.preempt():
+                self._end(self.scheduler.active[0], "capacity", step.no_room)
         except LlamaBranchError:  # a drafter could not close a state; the other texts are complete
             self._recover()
             raise
 
-    def _take_results(self, job: Job) -> None:
-        """Take what the loop's step did for a job: new tokens, an error, or tokens of its prompt."""
-        running = job.running
+    def _take_results(self, choice: Choice) -> None:
+        """Take what the step did for a text: new tokens, an error, or tokens of its prompt."""
+        running = choice.running
         if running is not None:
-            self._emit(job, running.emitted, running.error)
-        elif job.error is not None:
-            self._fail(job, job.error)
-        elif job.n_decoded:
-            self._stats.prompt_tokens += job.n_decoded
-            self._events += job.note_read()
-            if not job.n_uncached:
-                self._begin(job)
+            self._emit(choice, running.emitted, running.error)
+        elif choice.error is not None:
+            self._fail(choice, choice.error)
+        elif choice.n_decoded:
+            choice.job.caller.stats.prompt_tokens += choice.n_decoded
+            self._events += choice.note_read()
+            if not choice.n_uncached:
+                self._begin(choice)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, choice: Choice) -> None:
         """Start to generate a text whose prompt has been read completely."""
+        self._at = choice
         try:
-            emitted = job.begin()
+            emitted = choice.begin()
         except LlamaBranchError as error:
-            self._fail(job, error)
+            self._fail(choice, error)
         else:
-            self._emit(job, emitted, None)
+            self._emit(choice, emitted, None)
 
-    def _emit(self, job: Job, emitted: Sequence[Produced], error: LlamaBranchError | None) -> None:
+    def _emit(
+        self, choice: Choice, emitted: Sequence[Produced], error: LlamaBranchError | None
+    ) -> None:
         """Add tokens to a running text. After them it may begin its answer, or end."""
         for produced in emitted:
-            if job.output.finish_reason is None:
-                for text in (job, *job.equals):
+            if choice.output.finish_reason is None:
+                for text in (choice, *choice.equals):
                     self._events += text.emit(produced)
         if emitted:
-            for text in (job, *job.equals):
+            for text in (choice, *choice.equals):
                 text.note_token()
-        reason = job.output.finish_reason
+        reason = choice.output.finish_reason
         if error is not None and reason is None:
-            self._fail(job, error)
-        elif error is None and reason is not None and job.ends_thought:
-            for thinking in (job, *job.equals):
+            self._fail(choice, error)
+        elif error is None and reason is not None and choice.ends_thought:
+            for thinking in (choice, *choice.equals):
                 self._events += thinking.break_off()
-            self._events += self.scheduler.begin_answers(job)
+            self._events += self.scheduler.begin_answers(choice)
         elif reason is not None:
-            self.end(job, reason)
+            self._end(choice, reason)
 
-    def _fail(self, job: Job, error: LlamaBranchError | None) -> None:
-        self.end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
+    def _fail(self, choice: Choice, error: LlamaBranchError | None) -> None:
+        self._end(choice, "capacity" if isinstance(error, CapacityError) else "error", error)
 
-    def end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
+    def _end(self, choice: Choice, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the results of a text and all that share its thought; free their sequences."""
         if isinstance(error, ConstraintError):
             reason, error = "constraint", None
-        for ending in (job, *job.equals):
+        for ending in (choice, *choice.equals):
             if ending.state is not State.ENDED:
                 self._events += ending.break_off(reason)
                 ending.error = error
-                if ending.submission.beginning is None:  # a search reads its jobs itself
-                    result = ending.result(reason, error)
-                    self._events.append(Event(ending.name, ending.sample, result=result))
-                    self._stats.generated_tokens += len(result.tokens)
+                result, stats = ending.result(reason, error), ending.job.caller.stats
+                self._events += ending.told(result=result)
+                stats.generated_tokens += len(result.tokens)
                 self.scheduler.finish(ending)
-                self._stats.speculative.add(ending.stats)
+                stats.speculative.add(ending.stats)

@@ -1,4 +1,4 @@
-"""A request that is run (`Submission`), and its texts: each text is a `Job` with a state.
+"""A request that is run (`Job`), and its texts: each text is a `Choice` with a state.
 
 The texts of a request continue its prompt, or a text that exists already, as in a search.
 """
@@ -6,12 +6,16 @@ The texts of a request continue its prompt, or a text that exists already, as in
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
+from itertools import count
 from time import perf_counter
+from typing import Any, cast
 
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import Reading
@@ -22,40 +26,88 @@ from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..generation.thought import AnswerBuffer, ThoughtBuffer, forced_token
 from ..generation.verify import rule_name
-from ..model import is_chat
-from ..model.thoughts import plan_thinking
+from ..model import TurnEvent
+from ..model.tools import begun_answer
 from ..request.openai import named_pieces
-from ..request.request import Event, Request, Result
+from ..request.request import Plan, Request
+from ..request.result import EngineStats, Event, Result
+from ..request.turns import TurnPieces, shown_pieces
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
-from .loop import Loop
+from ..sampling.params import settings_of
+from .drafting import Drafting
 from .running import RunningText
 
-__all__ = ["Job", "State", "Submission"]
+__all__ = ["Caller", "Choice", "Job", "State", "Told"]
 
+_numbers = count()  # of all jobs
 Key = tuple[int, int, int]  # (priority, number of the request, sample), in the order of admission
 
 
 class State(Enum):
-    """The state of a job."""
+    """The state of a choice."""
 
     WAITING = "waits in the queue"
-    READING = "has a sequence, and reads the tokens that the cache lacks"
-    RUNNING = "generates"
+    RUNNING = "has a sequence: reads the tokens that the cache lacks, then generates"
     PARKED = "is not continued for now; it keeps its sequence while there is room"
     ENDED = "has its result"
 
 
-class Submission:
-    """A tokenized request. It creates the job of a text when the text is the next in the queue.
+class Caller(ABC):
+    """Who asks for texts: one call, an engine, or a search.
+
+    Attributes:
+        drafting: how its texts are drafted.
+        stats: counts its work; several callers may share it.
+        sampling, max_tokens: for requests that do not set their own.
+        parallel: the most texts at a time; None = as many as there are sequences.
+        wait_s: how long to wait, in seconds, while other users of the context, such as branches,
+            hold all sequences.
+        events: the events of its texts that it has not taken yet.
+        n_decoded: how many tokens of its texts were decoded.
+        failure: the error of a step that it has not taken yet. Until then its texts are parked.
+    """
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        stats: EngineStats,
+        parallel: int | None = None,
+        wait_s: float = 0.0,
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.drafting, self.stats = drafting, stats
+        self.parallel, self.wait_s = parallel, wait_s
+        self.sampling, self.max_tokens = settings_of(sampling), max_tokens
+        self.events: deque[Event] = deque()
+        self.n_decoded = 0
+        self.failure: BaseException | None = None
+
+    @abstractmethod
+    def run(self) -> Generator[Event, None, None]:
+        """Yield the events of all its texts, until they have ended."""
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """End all its texts at the next step."""
+
+
+Told = tuple[Caller, Event]  # an event, and who gets it
+
+
+class Job:
+    """A request that runs; see ``Engine.submit``.
+
+    ``for event in job`` yields its events. Its texts are choices: it creates the choice of a text when
+    the text is the next in the queue.
 
     Args:
         request, name: the request and its id.
-        number: how many requests came before it.
-        loop: runs its texts; ``loop.ctx`` is the context that generates.
-        sampling, max_tokens, seed: the engine's values, for a request that does not set its own.
-        samples: the numbers of the texts to generate.
+        caller: who asks.
+        seed: the seeds of the texts are derived from it, unless the request has one.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only if the request asks for them.
         beginning: holds the text that all texts of the request continue, with the settings and the
@@ -66,13 +118,18 @@ class Submission:
         TokenizeError: text or token ids the model does not know.
 
     Attributes:
+        number: how many jobs of the program came before it.
         prompt: the token ids that all its texts begin with.
         model: the model that generates.
-        samples: the numbers of the texts that have no job yet.
-        jobs: the jobs that have no result yet, by the numbers of their texts.
+        samples: the numbers of the texts that have no choice yet.
+        choices: the choices that have no result yet, by the numbers of their texts.
+        taken: the numbers of the texts whose result its caller has taken.
+        tools: for messages: the functions that its texts may call.
+        grammar: what its texts follow; it also allows calls.
         is_aborted: whether its texts must end at the next step.
+        is_paused: whether its texts are parked.
         thinking: how its texts begin with a thought; None = they do not.
-        sampling: the settings of its texts; each job sets its own seed.
+        sampling: the settings of its texts; each choice sets its own seed.
         max_tokens: the most tokens of a text, including its thought; None = no limit.
         seed: the seed of its first text.
     """
@@ -81,12 +138,8 @@ class Submission:
         self,
         request: Request,
         name: str,
-        number: int,
-        loop: Loop,
-        sampling: SamplingParams,
-        max_tokens: int | None,
+        caller: Caller,
         seed: int,
-        samples: Iterable[int],
         *,
         reports_tokens: bool = True,
         beginning: Beginning | None = None,
@@ -94,54 +147,119 @@ class Submission:
         self.request = request
         self.beginning = beginning
         self.name = name
-        self.number = number
+        self.caller = caller
+        self.number = next(_numbers)
         self.arrival = perf_counter()
-        self.loop = loop
-        self.model = model = loop.ctx.model
-        if beginning is not None:
-            self.prompt = beginning.text.shown.copy()
+        self.ctx = ctx = caller.drafting.ctx
+        self.model = model = ctx.model
+        if beginning is None:
+            plan = request.plan(model)
         else:
-            self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
-        self.samples = deque(samples)
-        self.thinking = request.thinking
-        if self.thinking is None and is_chat(request.prompt):
-            self.prompt, self.thinking = plan_thinking(model, self.prompt)
-        self.jobs: dict[int, Job] = {}
-        self.is_aborted = False
-        params = request.sampling or sampling
+            plan = Plan(beginning.text.shown.copy(), None, None)
+        self.prompt, self.thinking, self.grammar, self.tools = plan
+        self.samples = deque(range(request.n))
+        self.taken: set[int] = set()
+        self.choices: dict[int, Choice] = {}
+        self.is_aborted = self.is_paused = False
+        params = request.sampling or caller.sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self.sampling = params.replace(logprobs=logprobs)
         self.seed = params.drawn_seed(derive_seed(seed, seed_from_text(name)))
-        self.max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
+        self.max_tokens = caller.max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self.max_tokens, request.stop)  # raises for a bad stop string
-        model.check_tokens(request.stop_tokens)
+        self._pieces: dict[int, TurnPieces] = {}  # of the turns of its texts
+        self._results: list[Result] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all its texts have ended."""
+        return not (self.choices or self.samples)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the events of its caller: of this job, if it was submitted by itself."""
+        return self.caller.run()
+
+    @property
+    def results(self) -> list[Result]:
+        """All its texts, by their numbers. Waits until they have ended."""
+        for _ in self:
+            pass
+        return self._results
+
+    def cancel(self) -> None:
+        """End its texts at the next step; their results have the text so far."""
+        self.caller.abort_all()
+
+    def read(self, event: Event) -> list[Event]:
+        """Return an event as its caller gets it: the turns of a conversation are told in their parts.
+
+        Events with text that was held back may come before it.
+        """
+        number, result, told, shown = event.sample, event.result, list[TurnEvent](), event.emitted
+        pieces, held = self._turn_pieces(number), list[Produced]()
+        if pieces is not None and shown is not None:
+            told = pieces.feed_token(self.model, shown)
+            if pieces.reads_calls:
+                *held, shown = shown_pieces(shown, told)
+        if result is not None:
+            if number not in self.taken:
+                insort(self._results, result, key=lambda each: each.sample)
+                self.taken.add(number)
+            result.choices = self._results
+            if pieces is not None:
+                self._pieces.pop(number, None)
+                is_cut, turn = result.is_cut, result.separate_calls(self.model)
+                told = pieces.finish(turn, is_cut=is_cut)
+                held = shown_pieces(None, told) if pieces.reads_calls else []
+        if told or shown is not event.emitted:
+            event = replace(event, emitted=shown, turn=told)
+        return [*(Event(self.name, number, each) for each in held), event]
+
+    def _turn_pieces(self, number: int) -> TurnPieces | None:
+        """Return what reads the turn of a text; None for a text that is no answer."""
+        if self.tools is None:
+            return None
+        if number not in self._pieces:
+            messages, calls = self.request.prompt, self.tools.is_used
+            begun, salt = begun_answer(messages) if calls else "", str(len(messages))
+            self._pieces[number] = TurnPieces(
+                self.tools, salt, begun, eager=self.grammar is not None
+            )
+        return self._pieces[number]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether one of its texts has never had a sequence. Callable from any thread."""
+        choices = list(self.choices.values())
+        return bool(self.samples) or any(choice.n_cached is None for choice in choices)
+
+    @property
+    def rests(self) -> bool:
+        """Whether its texts are not to be continued for now."""
+        return self.is_paused or self.caller.failure is not None
 
     @property
     def key(self) -> Key:
         """The key of its next text in the queue."""
         return self.request.priority, self.number, self.samples[0]
 
-    def next_job(self) -> Job:
-        """Create and return the job of its next text."""
-        job = self.job(self.samples[0])
-        self.jobs[job.sample] = job
+    def next_choice(self) -> Choice:
+        """Create and return the choice of its next text."""
+        choice = Choice(self, self.samples[0])
+        self.choices[choice.sample] = choice
         self.samples.popleft()
-        return job
-
-    def job(self, sample: int) -> Job:
-        """Return a job for the text of this number, which also determines the seed."""
-        return Job(self, sample)
+        return choice
 
 
-class Job:
+class Choice:
     """One text of a request, with everything that survives a preemption.
 
-    A preempted job loses its sequence and cells, but keeps the tokens that it has generated. Once it
+    A preempted choice loses its sequence and cells, but keeps the tokens that it has generated. Once it
     is admitted again, its prompt and these tokens are decoded again, and it continues after them.
 
     Args:
-        submission: the request.
+        job: the request.
         sample: the number of the text in the request, from 0.
 
     Attributes:
@@ -158,11 +276,11 @@ class Job:
         stats: counts its rounds.
         state: its current state.
         n_decoded: how many tokens of its prompt the last step has read.
-        error: why these tokens could not be read, or why the job cannot be served at all.
-        shared: the job with which it shares the cells of its first tokens, and the number of these
+        error: why these tokens could not be read, or why the choice cannot be served at all.
+        shared: the choice with which it shares the cells of its first tokens, and the number of these
             tokens.
-        equals: the jobs of the request that share its thought. They wait, and get its tokens.
-        key: its place in the queue. The running job with the largest key is preempted first.
+        equals: the choices of the request that share its thought. They wait, and get its tokens.
+        key: its place in the queue. The running choice with the largest key is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         num_preemptions: how often it was preempted.
         constraint: calls the request's constraint; None without one.
@@ -170,24 +288,24 @@ class Job:
         is_announced: False until the first progress report, if the request asks for reports.
     """
 
-    def __init__(self, submission: Submission, sample: int) -> None:
-        request = submission.request
-        self.submission = submission
+    def __init__(self, job: Job, sample: int) -> None:
+        request = job.request
+        self.job = job
         self.request = request
-        self.name = submission.name
+        self.name = job.name
         self.sample = sample
         self.thought_text = ""
-        self.prompt = submission.prompt
+        self.prompt = job.prompt
         self.n_prompt = len(self.prompt)
         self.n_read = self.n_prompt - request.continues
-        self._seed = submission.seed if sample == 0 else derive_seed(submission.seed, sample)
-        self.key: Key = request.priority, submission.number, sample
+        self._seed = job.seed if sample == 0 else derive_seed(job.seed, sample)
+        self.key: Key = request.priority, job.number, sample
         self.thought: list[Produced] = []
-        thinking = submission.thinking
+        thinking = job.thinking
         self.output = (
             self._answer_output()
             if thinking is None
-            else ThoughtBuffer(submission.model, thinking, submission.max_tokens)
+            else ThoughtBuffer(job.model, thinking, job.max_tokens)
         )
         self.stats = SpeculativeStats()
         constraint = request.constraint
@@ -199,8 +317,8 @@ class Job:
         self._thought_running: RunningText | None = None
         self.n_decoded = 0
         self.error: LlamaBranchError | None = None
-        self.shared: tuple[Job | None, int] = (None, 0)
-        self.equals: list[Job] = []
+        self.shared: tuple[Choice | None, int] = (None, 0)
+        self.equals: list[Choice] = []
         self.n_cached: int | None = None
         self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
@@ -215,41 +333,41 @@ class Job:
 
     def __repr__(self) -> str:
         n = len(self.output.tokens)
-        return f"<Job {self.name!r} sample {self.sample}, {n} tokens>"
+        return f"<Choice {self.name!r} sample {self.sample}, {n} tokens>"
 
     def _answer_output(self) -> OutputBuffer:
         """Return an empty buffer for the answer. The tokens of the thought count for its limit."""
-        request, thinking = self.request, self.submission.thinking
+        request, thinking = self.request, self.job.thinking
         limits = self._n_left, request.stop, request.stop_tokens, request.min_tokens
-        if not self.thought or thinking is None or request.grammar or request.constraint:
+        if not self.thought or thinking is None or self.job.grammar or request.constraint:
             return OutputBuffer(*limits)
-        return AnswerBuffer(self.submission.model, thinking.start, *limits)
+        return AnswerBuffer(self.job.model, thinking.start, *limits)
 
     @property
     def _n_left(self) -> int | None:
         """The most tokens after its thoughts; None = no limit."""
-        n = self.submission.max_tokens
+        n = self.job.max_tokens
         return None if n is None else max(0, n - len(self.thought))
 
     @property
     def sampling(self) -> SamplingParams:
         """Its settings. Until it has ``min_tokens``, tokens that end the text are forbidden."""
-        sampling = self.submission.sampling
+        sampling = self.job.sampling
         bias = sampling.logit_bias
         if len(self.output.tokens) < self.output.min_tokens and not self.shares_thought:
-            ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
+            ends = {*self.job.model.eog_tokens, *self.request.stop_tokens}
             bias = {**bias, **dict.fromkeys(ends, -math.inf)}
         return sampling.replace(logit_bias=bias, seed=self.seed)
 
     @property
     def seed(self) -> int:
         """The seed of its draws. While it shares a thought, that is the seed of the first text."""
-        return self.submission.seed if self.shares_thought else self._seed
+        return self.job.seed if self.shares_thought else self._seed
 
     @property
-    def grammar(self) -> Grammar | str | None:
-        """The grammar that it follows now: None in a thought, and otherwise the request's."""
-        return None if self.is_thinking else self.request.grammar
+    def grammar(self) -> Grammar | None:
+        """The grammar that it follows now; None in a thought."""
+        return None if self.is_thinking else self.job.grammar
 
     def new_sampler(self) -> Sampler:
         """Return a sampler with its settings and grammar that has accepted no token.
@@ -257,10 +375,7 @@ class Job:
         Raises:
             GrammarError, ConfigError: the grammar or the settings are invalid.
         """
-        grammar = self.grammar
-        if isinstance(grammar, str):
-            grammar = Grammar(grammar)
-        return Sampler(self.submission.model, self.sampling, grammar)
+        return Sampler(self.job.model, self.sampling, self.grammar)
 
     # -- states --------------------------------------------------------------------------------------
 
@@ -278,11 +393,11 @@ class Job:
     @property
     def shares_thought(self) -> bool:
         """Whether it generates one thought for all texts of its request, which wait for its end."""
-        thinking = self.submission.thinking
+        thinking = self.job.thinking
         is_first = self.is_thinking and not self.thought
         return is_first and thinking is not None and thinking.is_shared
 
-    def answer(self) -> list[Event]:
+    def answer(self) -> list[Told]:
         """Begin the answer if a thought has ended; otherwise do nothing.
 
         If the answer begins with another thought, that one is continued first, within the budget.
@@ -294,7 +409,7 @@ class Job:
         Returns:
             the event that reports the thought's tokens, if events are reported.
         """
-        output, thinking = self.output, self.submission.thinking
+        output, thinking = self.output, self.job.thinking
         if not isinstance(output, ThoughtBuffer | AnswerBuffer) or output.ended is None:
             return []
         text, n_kept, forced = output.ended
@@ -304,12 +419,12 @@ class Job:
         n_kept += len(self.thought)
         self.thought = [*self.thought, *kept, *map(forced_token, forced)]
         self.thought_text = self._with_thought(text)
-        self.prompt = [*self.submission.prompt, *(produced.token for produced in self.thought)]
+        self.prompt = [*self.job.prompt, *(produced.token for produced in self.thought)]
         self.n_read = len(self.prompt)
         if isinstance(output, AnswerBuffer) and thinking is not None:
             left = thinking.budget and max(0, thinking.budget - len(self.thought))
             self.output = ThoughtBuffer(
-                self.submission.model, replace(thinking, is_open=True, budget=left), self._n_left,
+                self.job.model, replace(thinking, is_open=True, budget=left), self._n_left,
                 continues=bool(self.thought_text),
             )  # fmt: skip
         else:
@@ -321,10 +436,9 @@ class Job:
             self.text.seed = self.seed
             self._thought_running, self.running = self.running, None
             self.shared = (None, 0)
-            self.state = State.READING
-        if not self.submission.reports_tokens:
+        if not self.job.reports_tokens:
             return []
-        return [Event(self.name, self.sample, ended_thought=self.thought)]
+        return self.told(ended_thought=self.thought)
 
     def _with_thought(self, text: str) -> str:
         """Return the text of its thoughts, with ``text`` as the last one."""
@@ -333,12 +447,12 @@ class Job:
     @property
     def is_reading(self) -> bool:
         """Whether it reads its prompt (after a preemption also the tokens generated so far)."""
-        return self.state is State.READING
+        return self.state is State.RUNNING and self.running is None
 
     def admit(self, sequence: Text, n_cached: int) -> None:
         """Give it a sequence that holds its first ``n_cached`` tokens."""
         self.sequence = sequence
-        self.state = State.READING
+        self.state = State.RUNNING
         if self.wants_rows:  # cached tokens are before ``logprobs_from`` and get no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -350,7 +464,7 @@ class Job:
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
-            memory = self.submission.loop.ctx.kv_cache
+            memory = self.job.ctx.kv_cache
             self._disorders = memory.disorders if memory.in_order else -1
 
     def begin(self) -> list[Produced]:
@@ -358,19 +472,19 @@ class Job:
 
         The list is empty if the last token must be decoded first, or if the text ends here.
         """
-        request, output, loop = self.request, self.output, self.submission.loop
+        request, output, drafting = self.request, self.output, self.job.caller.drafting
         # 1. Find a draft state to fork, so that the drafter reads no token twice.
-        rule, parent_state = loop.config.rule, None
+        rule, parent_state = drafting.config.rule, None
         if self.constraint is not None and not self.is_thinking:
-            rule, model = "seeded", self.submission.model
+            rule, model = "seeded", self.job.model
             self.text.constrain(
                 ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
             )
         source, n_shared = self.shared
-        beginning, drafts = self.submission.beginning, True
+        beginning, drafts = self.job.beginning, True
         thought, self._thought_running = self._thought_running, None
         if beginning is not None:
-            parent_state, n_shared = beginning.draft_state(), len(self.submission.prompt)
+            parent_state, n_shared = beginning.draft_state(), len(self.job.prompt)
             drafts = parent_state is not None
         elif thought is not None and thought.rule == rule and self.grammar is None:
             parent_state, n_shared = thought.state, self.text.n_decoded
@@ -378,27 +492,27 @@ class Job:
             source is not None
             and source.running is not None
             and source.running.rule == rule
+            and source.running.drafting.drafter is drafting.drafter
             and source.grammar == self.grammar
         ):
             parent_state = source.running.state
         state: DraftState = NO_STATE
-        if drafts and loop.drafts and output.finish_reason is None:
+        if drafts and drafting.drafts and output.finish_reason is None:
             with suppress(CapacityError):  # without room for a state there are no drafts
                 if parent_state is None:
-                    state = loop.drafter.start(self.text, rule_name(rule))
+                    state = drafting.drafter.start(self.text, rule_name(rule))
                 else:
                     state = parent_state.fork(self.text)
         # 2. Let the loop run the text.
         self.running = running = RunningText(
-            self.text, state, loop.length.stream(), rule, self.stats, request.top_logprobs or 0
+            drafting, self.text, state, rule, self.stats, request.top_logprobs or 0
         )
         if parent_state is not None:
             running.state.observe(n_shared)
         running.on_round = request.on_round
         if thought is not None:
             thought.close()
-        self.state = State.RUNNING
-        # 3. Draw the first token. A job that was preempted continues after its last token instead.
+        # 3. Draw the first token. A choice that was preempted continues after its last token instead.
         if len(running.text.tokens) < len(self.prompt) + len(output.tokens):
             last = output.emitted[-1]
             running.text.append(last.token, -last.logprob, None)
@@ -418,7 +532,7 @@ class Job:
                     running.close()
         finally:  # also if the drafter, which may be the user's code, raises an error
             if sequence is not None and not sequence.ctx.closed:
-                if self.submission.beginning is None:
+                if self.job.beginning is None:
                     sequence.keep_cached(is_last=True)
                 sequence.release()
             self.sequence = None
@@ -480,11 +594,11 @@ class Job:
             del self.scores[start + 1 :]
             following = self.prompt[start + 1 : self.n_prompt]
             for token_row, token in zip(rows, following, strict=False):
-                self.scores.append(token_row.score(token, self.submission.model, k))
+                self.scores.append(token_row.score(token, self.job.model, k))
         row = rows[-1] if rows and not self.n_uncached else None
         self.text.append_unscored(tokens, row, self.n_read - start)
 
-    def note_read(self) -> list[Event]:
+    def note_read(self) -> list[Told]:
         """Report how much of ``to_cache`` is in the cache; return the event, if it was requested."""
         self.is_announced = True
         if self._reading is None:
@@ -492,28 +606,30 @@ class Job:
         progress = self._reading.progress(self.text.n_cached)
         if self.request.on_prompt_progress is not None:
             self.request.on_prompt_progress(progress)
-        event = Event(self.name, self.sample, progress=progress)
-        return [event] if self.request.prompt_progress else []
-
-    @property
-    def place(self) -> object:
-        """A value that changes whenever a step makes progress with the job."""
-        text = self.sequence
-        cached = None if text is None else (text.n_cached, len(text.tokens))
-        return self.key, self.state, cached, len(self.thought), len(self.output.tokens)
+        return self.told(progress=progress) if self.request.prompt_progress else []
 
     # -- output --------------------------------------------------------------------------------------
 
-    def emit(self, produced: Produced) -> list[Event]:
-        """Add a token to the output; return the event of its text, if any."""
-        reports, key = self.submission.reports_tokens, (self.name, self.sample)
-        # This is one line so that an interrupt between two lines cannot lose an event.
-        return [Event(*key, t) for t in self.output.emit(self.output.add(produced)) if reports]
+    def told(self, **event: Any) -> list[Told]:
+        """Return an event of it, with these attributes."""
+        return [(self.job.caller, Event(self.name, self.sample, **event))]
 
-    def break_off(self, reason: str | None = None) -> list[Event]:
+    def emit(self, produced: Produced) -> list[Told]:
+        """Add a token to the output; return the event of its text, if any."""
+        who, its, reports = self.job.caller, (self.name, self.sample), self.job.reports_tokens
+        # This is one line so that an interrupt between two lines cannot lose an event.
+        return [
+            (who, Event(*its, t)) for t in self.output.emit(self.output.add(produced)) if reports
+        ]
+
+    def break_off(self, reason: str | None = None) -> list[Told]:
         """End its output; return the event of text that was held back, if any."""
-        reports, key = self.submission.reports_tokens, (self.name, self.sample)
-        return [Event(*key, t) for t in self.output.emit(self.output.break_off(reason)) if reports]
+        who, its, reports = self.job.caller, (self.name, self.sample), self.job.reports_tokens
+        return [
+            (who, Event(*its, t))
+            for t in self.output.emit(self.output.break_off(reason))
+            if reports
+        ]
 
     def note_token(self) -> None:
         """Note the time of a new token. At ``min_tokens``, allow the tokens that end the text."""
@@ -533,11 +649,10 @@ class Job:
             n_thought, text = len(tokens), ""
         self.stats.num_emitted_tokens = len(tokens)
         self.stats.count_constraint(self.constraint)
-        grammar = self.request.grammar
         n_unscored = max(1, min(self.request.logprobs_from, self.n_prompt))
         scores = [None] * n_unscored + self.scores[n_unscored:]
         logprobs = None if self.request.top_logprobs is None else emitted
-        ctx = self.submission.loop.ctx
+        ctx = self.job.ctx
         was_in_order = self._admitted is None or self._disorders == ctx.kv_cache.disorders
         is_exact = ctx.capabilities.exact and was_in_order and ctx.kv_cache.in_order
         return Result(
@@ -562,11 +677,13 @@ class Job:
             logprobs=logprobs,
             prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(emitted),
+            end=self.output.eog,
             exact=is_exact,
-            grammar=grammar if isinstance(grammar, Grammar) else None,
-            model=self.submission.model.name,
-            pieces={} if logprobs is None else named_pieces(self.submission.model, logprobs),
+            grammar=cast("Grammar | None", self.request.grammar),
+            tools=self.job.tools,
+            model=self.job.model.name,
+            pieces={} if logprobs is None else named_pieces(self.job.model, logprobs),
         )
 
     def _since_arrival(self, moment: float | None) -> float | None:
-        return None if moment is None else moment - self.submission.arrival
+        return None if moment is None else moment - self.job.arrival

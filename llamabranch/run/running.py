@@ -12,6 +12,7 @@ from ..context.logits import LogitsRow
 from ..errors import LlamaBranchError
 from ..generation.drafter import (
     NO_DRAFT,
+    NO_STATE,
     Draft,
     DraftLength,
     DraftRequest,
@@ -23,6 +24,7 @@ from ..generation.output import Produced
 from ..generation.text import Text
 from ..generation.verify import Plan, RoundTrace, Rule
 from ..model import token_list
+from .drafting import Drafting
 
 __all__ = ["PLAIN", "RunningText"]
 
@@ -34,14 +36,14 @@ class RunningText:
     """A text and the draft state that drafts for it.
 
     Args:
+        drafting: how it is drafted.
         text: has read its prompt.
         state: drafts for it.
-        length: decides how long its drafts are.
         rule: how drafted tokens are accepted.
         stats: counts its rounds.
         n_alternatives: how many of the most probable tokens are reported with each token.
         alone: whether no other text shares its decodes. Then this object reports each round to
-            ``length``; otherwise `Loop.step` reports the rounds of all texts together.
+            the draft length; otherwise `Step.run` reports the rounds of all texts together.
 
     Attributes:
         emitted: the tokens of the last step.
@@ -50,23 +52,24 @@ class RunningText:
         draft_limit: the most tokens to draft in the next step.
         state_tokens: the tokens that the draft state got with its last request.
         on_round: a function that is called after each round with a draft, or None.
-        outcome: the outcome of the last step, from which ``length`` learns.
+        outcome: the outcome of the last step, from which the draft length learns.
     """
 
     def __init__(
         self,
+        drafting: Drafting,
         text: Text,
         state: DraftState,
-        length: DraftLength,
         rule: Rule,
         stats: SpeculativeStats,
         n_alternatives: int = 0,
         *,
         alone: bool = False,
     ) -> None:
+        self.drafting = drafting
         self.text = text
         self.state = state
-        self.length = length
+        self.length: DraftLength = drafting.length.stream()
         self.rule = rule
         self.stats = stats
         self.emitted: list[Produced] = []
@@ -83,6 +86,24 @@ class RunningText:
         self._n_plain_left = 0  # plain steps to take before the drafter is called again
         self._plain_s: list[tuple[float, float]] = []  # seconds of each: decode, everything else
         self._verify_s: float | None = None  # seconds of a decode that ``conclude`` must report
+
+    @classmethod
+    def alone(
+        cls, drafting: Drafting, text: Text, stats: SpeculativeStats, n_alternatives: int = 0
+    ) -> RunningText:
+        """Return a running text for ``text`` that shares no decode. Call ``give_back`` at the end."""
+        rule = drafting.config.rule if text.sampler.constraint is None else "seeded"
+        state = drafting.states.take(text, rule) if drafting.drafts else NO_STATE
+        return cls(drafting, text, state, rule, stats, n_alternatives, alone=True)
+
+    def give_back(self, *, keep: bool, is_changed: bool) -> None:
+        """Report the last steps. With ``keep`` the draft state is kept for the text, else freed.
+
+        ``is_changed``: whether other code has changed the text since its last round.
+        """
+        self.report()
+        tokens = self.state_tokens if is_changed else list(self.text.shown)
+        self.drafting.states.give_back(self.text, self.state, tokens if keep else None)
 
     # -- plain steps -------------------------------------------------------------------------------
 

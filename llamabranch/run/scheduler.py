@@ -1,4 +1,4 @@
-"""Decides which jobs hold a sequence: admission, shared prefixes, parking and preemption.
+"""Decides which choices hold a sequence: admission, shared prefixes, parking and preemption.
 
 The scheduler never decodes.
 """
@@ -13,200 +13,151 @@ from ..context.prefix_cache import MIN_SHARED
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from ..generation.text import Text
 from ..model.text import n_common
-from ..request.request import EngineStats, Event
-from .job import Job, Key, State, Submission
+from .job import Caller, Choice, Job, Key, State, Told
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Keeps the queue and the jobs that hold a sequence.
+    """Keeps the queue and the choices that hold a sequence.
 
-    Jobs are admitted in the order of their keys while a sequence is free and the cache has room for their
-    prompt. If a prompt begins like another job's prompt, or like a text in the prefix cache, the
-    job shares those cells instead of decoding the tokens again. If the first job in the queue does
-    not fit, the jobs behind it wait too.
+    Choices are admitted in the order of their keys while a sequence is free and the cache has room for
+    their prompt. If a prompt begins like another choice's prompt, or like a text in the prefix cache,
+    the choice shares those cells instead of decoding the tokens again. If the first choice in the
+    queue does not fit, the choices behind it wait too.
 
-    A parked job keeps its sequence until other jobs need it. A job that has lost its sequence decodes
-    its tokens again before it continues.
+    A parked choice keeps its sequence until other choices need it. A choice that has lost its sequence
+    decodes its tokens again before it continues.
 
     Args:
         ctx: the context that has the sequences.
-        limit: how many jobs may be active at a time; None = as many as there are sequences.
-        stats: the engine's totals, for the prompt tokens that are shared or cached.
 
     Attributes:
-        active: the jobs that read their prompt or generate.
-        idle: the parked jobs that still hold a sequence, least recently used first.
-        paused: ids of requests whose texts are not continued for now.
-        no_sequence: the error if no job is active because the context's other users hold all
+        active: the choices that read their prompt or generate.
+        idle: the parked choices that still hold a sequence, least recently used first.
+        no_sequence: the error if no choice is active because the context's other users hold all
             sequences; otherwise None.
     """
 
-    def __init__(self, ctx: Context, limit: int | None, stats: EngineStats) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._limit = limit
-        self._stats = stats
-        self.active: list[Job] = []
-        self.idle: list[Job] = []
-        self.paused: set[str] = set()
+        self.active: list[Choice] = []
+        self.idle: list[Choice] = []
         self.no_sequence: SequencesExhaustedError | None = None
-        self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
-        self._known: dict[str, Submission] = {}  # requests with unfinished texts, by id
+        self._queue: list[tuple[Key, Job | Choice]] = []  # a heap; keys are unique
+        self._held: list[Choice] = []  # of callers that run as many texts as they may
+        self._known: dict[Job, None] = {}  # requests with unfinished texts
 
     # -- the queue -----------------------------------------------------------------------------------
 
-    def add(self, submission: Submission) -> None:
+    def add(self, job: Job) -> None:
         """Put the texts of a request into the queue; a second call does nothing."""
-        if self._known.get(submission.name) is not submission:
-            self._known[submission.name] = submission
-            heapq.heappush(self._queue, (submission.key, submission))
+        if job not in self._known:
+            self._known[job] = None
+            heapq.heappush(self._queue, (job.key, job))
 
-    def find(self, name: str) -> Submission | None:
-        """Return the request of this id while it has unfinished texts, else None."""
-        return self._known.get(name)
+    def __contains__(self, job: Job) -> bool:
+        """Return whether a request has unfinished texts here."""
+        return job in self._known
 
-    def unfinished(self) -> list[Submission]:
+    def unfinished(self) -> list[Job]:
         """Return the unfinished requests in the order in which they were added."""
-        return list(self._known.values())
+        return list(self._known)
 
-    def head(self) -> Job | None:
-        """Return the next job, which stays in the queue; None if nothing waits."""
+    def head(self) -> Choice | None:
+        """Return the next choice, which stays in the queue; None if nothing waits."""
         while self._queue:
             _, first = self._queue[0]
-            if isinstance(first, Submission):
+            if isinstance(first, Job):
                 if not first.samples:  # it was cancelled, or all its texts have begun
                     heapq.heappop(self._queue)
                     continue
-                job = first.next_job()
-                while job.shares_thought and first.samples:
-                    job.equals.append(first.next_job())
+                choice = first.next_choice()
+                while choice.shares_thought and first.samples:
+                    choice.equals.append(first.next_choice())
                 if not first.samples:
                     heapq.heappop(self._queue)
                 else:
                     heapq.heapreplace(self._queue, (first.key, first))
-                heapq.heappush(self._queue, (job.key, job))
+                heapq.heappush(self._queue, (choice.key, choice))
                 continue
             if first.state is not State.WAITING:
                 heapq.heappop(self._queue)
-            elif first.name in self.paused:
+            elif first.job.rests:
                 heapq.heappop(self._queue)
                 first.state = State.PARKED
+            elif self._is_full(first.job.caller):
+                heapq.heappop(self._queue)
+                self._held.append(first)
             else:
                 return first
         return None
 
-    def requeue(self, job: Job) -> None:
+    def requeue(self, choice: Choice) -> None:
         """Put a text that has begun back into the queue."""
-        job.state = State.WAITING
-        heapq.heappush(self._queue, (job.key, job))
+        choice.state = State.WAITING
+        heapq.heappush(self._queue, (choice.key, choice))
 
-    def pause(self, name: str) -> None:
-        """Do not continue the texts of a request until ``resume``; other jobs may take their cells."""
-        if name in self._known:
-            self.paused.add(name)
+    def _is_full(self, caller: Caller) -> bool:
+        """Return whether a caller runs as many texts as it may."""
+        most = caller.parallel
+        return most is not None and most <= sum(c.job.caller is caller for c in self.active)
 
-    def resume(self, name: str) -> None:
-        """Continue the texts of a paused request."""
-        self.paused.discard(name)
-        if (submission := self._known.get(name)) is not None:
-            for job in submission.jobs.values():
-                if job.state is State.PARKED:
-                    self.requeue(job)
+    def resume(self, job: Job) -> None:
+        """Continue the texts of a request that rested."""
+        if job in self._known:
+            for choice in job.choices.values():
+                if choice.state is State.PARKED:
+                    self.requeue(choice)
 
-    def park(self, job: Job) -> None:
+    def park(self, choice: Choice) -> None:
         """Do not continue an active text for now; it keeps its sequence while there is room."""
-        job.state = State.PARKED
-        self.active.remove(job)
-        self.idle.append(job)
+        choice.state = State.PARKED
+        self.active.remove(choice)
+        self.idle.append(choice)
 
-    def add_job(self, job: Job) -> None:
-        """Queue a text that a search has made itself."""
-        self._known[job.name] = job.submission
-        job.submission.jobs[job.sample] = job
-        heapq.heappush(self._queue, (job.key, job))
+    def choices_of(self, job: Job) -> list[Choice]:
+        """Return the unfinished choices of a request; create those that do not exist yet."""
+        while job.samples:
+            job.next_choice()
+        return list(job.choices.values())
 
-    def jobs_of(self, submission: Submission) -> list[Job]:
-        """Return the unfinished jobs of a request; create those that do not exist yet."""
-        while submission.samples:
-            submission.next_job()
-        return list(submission.jobs.values())
-
-    def finish(self, job: Job) -> None:
-        """Remove a job that has ended, and free its sequence and draft states."""
-        submission = job.submission
-        submission.jobs.pop(job.sample, None)
-        if not (submission.jobs or submission.samples):
-            self._known.pop(submission.name, None)
-            self.paused.discard(submission.name)
-        for jobs in (self.active, self.idle):
-            if job in jobs:
-                jobs.remove(job)
-        job.state = State.ENDED
-        job.release()
+    def finish(self, choice: Choice) -> None:
+        """Remove a choice that has ended, and free its sequence and draft states."""
+        job = choice.job
+        job.choices.pop(choice.sample, None)
+        if job.is_idle:
+            self._known.pop(job, None)
+        for choices in (self.active, self.idle):
+            if choice in choices:
+                choices.remove(choice)
+        choice.state = State.ENDED
+        choice.release()
 
     def rebuild(self) -> None:
         """Queue all unfinished texts again: a step was interrupted at an unknown point."""
-        queue: list[tuple[Key, Submission | Job]] = []
-        jobs = [job for s in self._known.values() for job in s.jobs.values()]
-        for job in {*jobs, *self.active, *self.idle}:
+        queue: list[tuple[Key, Job | Choice]] = []
+        choices = [choice for job in self._known for choice in job.choices.values()]
+        for choice in {*choices, *self.active, *self.idle}:
             # A user's drafter may fail; the error that interrupted the step is raised instead.
             with suppress(Exception):
-                self._preempt(job)
+                self._preempt(choice)
         self.active.clear()
         self.idle.clear()
-        for submission in self._known.values():
-            if submission.samples and submission.samples[0] in submission.jobs:
-                submission.samples.popleft()  # its job had just been created
-        for name in [n for n, s in self._known.items() if not (s.jobs or s.samples)]:
-            del self._known[name]
-        for job in jobs:
-            job.equals = []
-            if job.state is not State.PARKED:
-                job.state = State.WAITING
-            if job.state is State.WAITING:
-                queue.append((job.key, job))
-        queue += [(s.key, s) for s in self._known.values() if s.samples]
+        self._held.clear()
+        for job in self._known:
+            if job.samples and job.samples[0] in job.choices:
+                job.samples.popleft()  # its choice had just been created
+        self._known = {job: None for job in self._known if not job.is_idle}
+        for choice in choices:
+            choice.equals = []
+            if choice.state is not State.PARKED:
+                choice.state = State.WAITING
+            if choice.state is State.WAITING:
+                queue.append((choice.key, choice))
+        queue += [(job.key, job) for job in self._known if job.samples]
         self._queue = queue
         heapq.heapify(self._queue)
-
-    @property
-    def n_waiting(self) -> int:
-        """How many requests have a text that has never had a sequence. Callable from any thread."""
-        return sum(
-            bool(s.samples) or any(job.n_cached is None for job in list(s.jobs.values()))
-            for s in self.unfinished()
-        )
-
-    @property
-    def is_stalled(self) -> bool:
-        """True if all unfinished requests are paused."""
-        return not self._queue and not self.active
-
-    def stuck(self) -> list[Job]:
-        """Return the jobs that a step should have continued: the active ones, or else a waiting one."""
-        if self.active:
-            return self.active[:]
-        first = self.head()
-        jobs = (
-            [job for s in self.unfinished() for job in s.jobs.values()]
-            if first is None
-            else [first]
-        )
-        resting = State.PARKED, State.ENDED
-        return [job for job in jobs if job.state not in resting and job.name not in self.paused]
-
-    def close(self) -> None:
-        """Free all sequences and forget all requests."""
-        self._known.clear()
-        self._queue.clear()
-        try:
-            for jobs in (self.active, self.idle):
-                while jobs:
-                    jobs.pop().release()
-        finally:  # free the other sequences too if a drafter raises an error
-            if self.active or self.idle:
-                self.close()
 
     @property
     def is_idle(self) -> bool:
@@ -215,64 +166,67 @@ class Scheduler:
 
     # -- sequences -----------------------------------------------------------------------------------
 
-    def admit(self) -> list[Job]:
-        """Give sequences to waiting jobs; return the refused ones, each with its ``error``.
+    def admit(self) -> list[Choice]:
+        """Give sequences to waiting choices; return the refused ones, each with its ``error``.
 
-        If others hold every sequence of the context, the jobs stay queued. If no job is active
+        If others hold every sequence of the context, the choices stay queued. If no choice is active
         either, ``no_sequence`` is the error.
         """
-        refused: list[Job] = []
+        refused: list[Choice] = []
         previous, self.no_sequence = self.no_sequence, None
-        for active in self.active[:] if self.paused else ():
-            if active.name in self.paused and active.state is State.RUNNING:
+        for active in self.active[:]:
+            if active.job.rests and (active.running or active.job.caller.failure is not None):
                 self.park(active)
-        while (job := self.head()) is not None:
-            if not self._admit(job, previous):
+        while self._held:
+            heapq.heappush(self._queue, (self._held[-1].key, self._held[-1]))
+            self._held.pop()
+        while (choice := self.head()) is not None:
+            if not self._admit(choice, previous):
                 break
             heapq.heappop(self._queue)
-            if job.error is not None:
-                refused.append(job)
+            if choice.error is not None:
+                refused.append(choice)
         return refused
 
-    def begin_answers(self, job: Job) -> list[Event]:
+    def begin_answers(self, choice: Choice) -> list[Told]:
         """Let a text and all that share its thought begin their answers, each by itself.
 
         Return the events that report their thoughts.
         """
-        equals, job.equals = job.equals, []
-        events = [event for text in (job, *equals) for event in text.answer()]
+        equals, choice.equals = choice.equals, []
+        events = [event for text in (choice, *equals) for event in text.answer()]
         for text in equals:
             heapq.heappush(self._queue, (text.key, text))
         return events
 
-    def _activate(self, job: Job, text: Text, n_cached: int, shared: Job | None) -> None:
-        """Give a job a sequence that holds its first ``n_cached`` tokens.
+    def _activate(self, choice: Choice, text: Text, n_cached: int, shared: Choice | None) -> None:
+        """Give a choice a sequence that holds its first ``n_cached`` tokens.
 
-        ``shared`` is the job with which it shares the cells of these tokens, if any.
+        ``shared`` is the choice with which it shares the cells of these tokens, if any.
         """
-        job.shared = (shared, n_cached if shared is not None else 0)
-        if shared is not None or job.submission.beginning is not None:
-            self._stats.shared_prompt_tokens += n_cached
-        job.admit(text, n_cached)
-        self.active.append(job)
+        choice.shared = (shared, n_cached if shared is not None else 0)
+        if shared is not None or choice.job.beginning is not None:
+            choice.job.caller.stats.shared_prompt_tokens += n_cached
+        choice.admit(text, n_cached)
+        self.active.append(choice)
 
-    def _admit(self, job: Job, previous: SequencesExhaustedError | None) -> bool:
-        """Give the first waiting job a sequence or an error; return False if it must wait.
+    def _admit(self, choice: Choice, previous: SequencesExhaustedError | None) -> bool:
+        """Give the first waiting choice a sequence or an error; return False if it must wait.
 
         ``previous`` is the value of ``no_sequence`` after the last ``admit``.
         """
-        n_tokens, job.error = job.n_to_cache, None
+        n_tokens, choice.error = choice.n_to_cache, None
         if n_tokens > self._ctx.n_ctx_seq:
-            job.error = CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)
+            choice.error = CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)
             return True
-        if self._limit is not None and len(self.active) >= self._limit:
-            return False
-        if job.sequence is not None:  # it was parked
-            self.idle.remove(job)
-            self.active.append(job)
-            job.state = State.RUNNING
+        if choice.sequence is not None:  # it was parked
+            self.idle.remove(choice)
+            self.active.append(choice)
+            choice.state = State.RUNNING
             return True
-        source, n_cached = self._best_prefix(job)
+        with self._ctx.lock:  # another thread may close the context, or decode
+            self._ctx.decoder.check_open()
+            source, n_cached = self._best_prefix(choice)
         if source is not None and source.is_reading and source.text.n_cached < n_cached:
             return False  # the prefix it will share is still being decoded
         if source in self.idle and not self._free_sequence(source):
@@ -282,63 +236,66 @@ class Scheduler:
             self.no_sequence = None if self.active else previous
             return False
         try:
-            text, n_cached = self._new_text(job, source, n_cached)
+            text, n_cached = self._new_text(choice, source, n_cached)
         except SequencesExhaustedError as error:
             self.no_sequence = None if self.active else error
             return False
         except LlamaBranchError as error:  # its grammar or sampling settings are invalid
-            job.error = error
+            choice.error = error
             return True
-        self._activate(job, text, n_cached, source)
+        self._activate(choice, text, n_cached, source)
         return True
 
-    def _new_text(self, job: Job, source: Job | None, n: int) -> tuple[Text, int]:
-        """Return a text for a job, and how many of the job's tokens it already holds."""
-        beginning = job.submission.beginning
+    def _new_text(self, choice: Choice, source: Choice | None, n: int) -> tuple[Text, int]:
+        """Return a text for a choice, and how many of the choice's tokens it already holds."""
+        beginning = choice.job.beginning
         if beginning is not None:
             with self._ctx.lock:
                 text = Text(
-                    self._ctx, None, beginning.text.sampler.clone(), job.seed, beginning.text
+                    self._ctx, None, beginning.text.sampler.clone(), choice.seed, beginning.text
                 )
                 text.keep(n)
                 text.hang(None)
                 return text, n
-        cacheable = [] if source is not None else _unscored(job)
-        text = Text(self._ctx, None, job.new_sampler(), job.seed, beginning=cacheable)
+        cacheable = [] if source is not None else _unscored(choice)
+        text = Text(self._ctx, None, choice.new_sampler(), choice.seed, beginning=cacheable)
         if source is not None:
             text.share_prefix(source.text, n)
             return text, n
         try:
-            n = text.take_cached(cacheable, job.n_read)
+            n = text.take_cached(cacheable, choice.n_read)
         except GrammarError:  # the grammar forbids the text that the request continues
             text.release()
             raise
-        n = min(n, len(job.prompt))
-        self._stats.cached_prompt_tokens += n
+        n = min(n, len(choice.prompt))
+        choice.job.caller.stats.cached_prompt_tokens += n
         return text, n
 
-    def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
-        """Return the job that has the longest prefix in common with this one, and its length.
+    def _best_prefix(self, choice: Choice) -> tuple[Choice | None, int]:
+        """Return the choice that has the longest prefix in common with this one, and its length.
 
-        The job is None if the prefix cache has a longer prefix, and in a search, where all texts
+        The choice is None if the prefix cache has a longer prefix, and in a search, where all texts
         continue one branch.
         """
-        if job.submission.beginning is not None:
-            return None, len(job.prompt)
-        if job.wants_rows:
+        if choice.job.beginning is not None:
+            return None, len(choice.prompt)
+        if choice.wants_rows:
             return None, 0
         memory = self._ctx.kv_cache
-        # The job decodes its last token itself, because it needs the logits after it, and also
+        # The choice decodes its last token itself, because it needs the logits after it, and also
         # the tokens generated before a preemption, because its grammar must accept them.
-        tokens = job.to_cache[:-1]
-        wanted = tokens[: job.n_read]
-        best: tuple[Job | None, int] = (None, 0)
+        tokens = choice.to_cache[:-1]
+        wanted = tokens[: choice.n_read]
+        best: tuple[Choice | None, int] = (None, 0)
         if len(wanted) < MIN_SHARED:
             return best
         for other in (*self.active, *self.idle):
             if other.sequence is None:
                 continue
-            n = memory.usable(other.sequence.seq_id, n_common(other.cells, wanted))
+            cells = other.cells
+            if other.job.rests:  # it does not read on
+                cells = cells[: other.sequence.n_cached]
+            n = memory.usable(other.sequence.seq_id, n_common(cells, wanted))
             if n >= MIN_SHARED and n > best[1]:
                 best = (other, n)
                 if n == len(wanted):
@@ -346,17 +303,17 @@ class Scheduler:
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and memory.forks_copy:
-            # Take the cached prefix: its cells may be evicted; a running job's cells would be
+            # Take the cached prefix: its cells may be evicted; a running choice's cells would be
             # copied.
             return None, 0
         return (None, 0) if n_kept > best[1] else best
 
     # -- room ----------------------------------------------------------------------------------------
 
-    def _make_room(self, n: int, source: Job | None, *, is_first: bool) -> bool:
-        """Make room for ``n`` tokens of a new job, and for the next tokens of the active jobs.
+    def _make_room(self, n: int, source: Choice | None, *, is_first: bool) -> bool:
+        """Make room for ``n`` tokens of a new choice, and for the next tokens of the active choices.
 
-        ``source`` is the job whose first tokens it shares. ``is_first`` is False if the last
+        ``source`` is the choice whose first tokens it shares. ``is_first`` is False if the last
         attempt found no free sequence.
         """
         if not self._free_sequence(source) and (self.active or not is_first):
@@ -367,42 +324,42 @@ class Scheduler:
                 return False
         return True
 
-    def _free_sequence(self, source: Job | None = None) -> bool:
-        """If no sequence is free, free one of an idle job except ``source``; return whether one is."""
+    def _free_sequence(self, source: Choice | None = None) -> bool:
+        """If no sequence is free, free one of an idle choice except ``source``; return whether one is."""
         return self._ctx.n_seq_free > 0 or self._free_idle(source)
 
-    def _free_idle(self, source: Job | None = None) -> bool:
-        """Free the sequence of an idle job other than ``source``; return False without such a job."""
-        oldest = next((job for job in self.idle if job is not source), None)
+    def _free_idle(self, source: Choice | None = None) -> bool:
+        """Free the sequence of an idle choice other than ``source``; return False without one."""
+        oldest = next((choice for choice in self.idle if choice is not source), None)
         if oldest is None:
             return False
         self.idle.remove(oldest)
         self._preempt(oldest)
         return True
 
-    def preempt(self, at_least: int = 1) -> bool:
-        """Free the sequence of an idle job, or else of the newest active job, which then waits.
+    def preempt(self) -> bool:
+        """Free the sequence of an idle choice, or else of the newest active choice, which then waits.
 
-        Return False if there is no idle job, and no active job but the ``at_least`` that must stay.
+        Return False if there is no idle choice, and at most one active choice, which must stay.
         """
-        if self._free_idle():
-            return True
-        if len(self.active) <= at_least:
+        if not self.idle and len(self.active) <= 1:
             return False
-        job = max(self.active, key=lambda active: active.key)
-        self.active.remove(job)
-        self._preempt(job)
-        self.requeue(job)
+        choices = self.idle[:1] or [max(self.active, key=lambda active: active.key)]
+        choices[0].job.caller.stats.preemptions += 1
+        if not self._free_idle():
+            self.active.remove(choices[0])
+            self._preempt(choices[0])
+            self.requeue(choices[0])
         return True
 
-    def _preempt(self, job: Job) -> None:
-        job.num_preemptions += job.sequence is not None
-        job.release()
+    def _preempt(self, choice: Choice) -> None:
+        choice.num_preemptions += choice.sequence is not None
+        choice.release()
 
 
-def _unscored(job: Job) -> list[int]:
-    """Return the first tokens of a job, as far as they may come from the prefix cache."""
-    tokens = job.to_cache[:-1]
-    if job.wants_rows:  # the token before the first scored one has to be decoded
-        tokens = tokens[: max(0, min(job.request.logprobs_from, len(job.prompt)) - 1)]
+def _unscored(choice: Choice) -> list[int]:
+    """Return the first tokens of a choice, as far as they may come from the prefix cache."""
+    tokens = choice.to_cache[:-1]
+    if choice.wants_rows:  # the token before the first scored one has to be decoded
+        tokens = tokens[: max(0, min(choice.request.logprobs_from, len(choice.prompt)) - 1)]
     return tokens

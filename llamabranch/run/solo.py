@@ -9,8 +9,9 @@ from ..generation.drafter import SpeculativeStats
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
 from ..sampling.constraint import ConstraintState
-from .loop import Loop
+from .drafting import Drafting
 from .running import RunningText
+from .step import run_round
 
 __all__ = ["Solo"]
 
@@ -45,24 +46,26 @@ class Solo:
         self._n_alternatives, self._constraint = n_alternatives, constraint
         self._version: int | None = None  # the text's version after the last call; None at first
         self._start = 0  # the position in the text where the output begins
-        self._running: dict[Loop, RunningText] = {}  # a session has one for each of its drafters
+        self._running: dict[
+            Drafting, RunningText
+        ] = {}  # a session has one for each of its drafters
 
-    def next(self, loop: Loop) -> Produced | None:
+    def next(self, drafting: Drafting) -> Produced | None:
         """Give out the next token; return None if there is nothing to emit for it.
 
-        If all tokens of the last round are given out, ``loop`` first runs another round.
+        If all tokens of the last round are given out, another round is run first.
         """
         text, output = self._text, self._output
         if text.version != self._version:
             self._follow()
         try:
             if not text.held:
-                running = self._running.get(loop)
+                running = self._running.get(drafting)
                 if running is None:
-                    running = loop.open(text, self._stats, self._n_alternatives)
-                    self._running[loop] = running
+                    running = RunningText.alone(drafting, text, self._stats, self._n_alternatives)
+                    self._running[drafting] = running
                 running.draft_limit = output.draft_limit
-                text.held = loop.round(running)
+                text.held = run_round(running)
             shown = output.add(text.held[0])
             del text.held[0]
         except BaseException:
@@ -84,8 +87,8 @@ class Solo:
 
     def _close(self, *, is_changed: bool) -> None:
         while self._running:
-            loop, running = self._running.popitem()
-            loop.close(running, keep=self._keeps, is_changed=is_changed)
+            _, running = self._running.popitem()
+            running.give_back(keep=self._keeps, is_changed=is_changed)
 
     def end(self, *, decodes: bool) -> None:
         """Drop the tokens that were not given out. ``next`` may continue the text later.

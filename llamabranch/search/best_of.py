@@ -10,7 +10,7 @@ from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..run.job import Job
+from ..request.result import Result
 from ..speculative import Drafter
 from .result import SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
@@ -55,17 +55,17 @@ def best_of_n(
         function("reward", reward)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
 
-    def score_of(job: Job) -> float:
+    def score_of(text: Result) -> float:
         if reward is None:
-            return fmean(logprobs(job) or [0.0])
-        number = real("what reward returns", reward(answer_in(branch.ctx.model, job.output.text)))
+            return fmean(logprobs(text) or [0.0])
+        number = real("what reward returns", reward(answer_in(branch.ctx.model, text.text)))
         if number != number:
             raise ConfigError("reward returned NaN")
         return number
 
     check_room(branch)
     stats = SearchStats()
-    jobs = sample(branch, stats, n, seed, max_tokens, stop, drafter)
-    hypotheses = [hypothesis(job, score_of(job)) for job in jobs]
+    texts = sample(branch, stats, n, seed, max_tokens, stop, drafter)
+    hypotheses = [hypothesis(text, score_of(text)) for text in texts]
     hypotheses.sort(key=lambda h: -h.score)  # among equal texts the earlier one comes first
     return SearchResult(hypotheses, stats)

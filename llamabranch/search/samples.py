@@ -1,4 +1,4 @@
-"""Texts that are sampled together: jobs of one scheduler, which continue one branch.
+"""Texts that are sampled together: they continue one branch, and share decodes.
 
 A text depends only on its seed and on the text before it. So it does not matter which texts share a
 decode, which of them had to wait, or whether they are drafted. The acceptance rule is always "seeded".
@@ -13,28 +13,26 @@ from functools import partial
 from ..branch import Branch
 from ..errors import CapacityError
 from ..native.interrupts import HeldInterrupts
-from ..request.request import EngineStats, Request
-from ..run.core import EngineCore
-from ..run.job import Job, State, Submission
-from ..run.loop import Loop
+from ..request.request import Request
+from ..request.result import EngineStats, Result
+from ..run.client import Client
+from ..run.drafting import Drafting
+from ..run.job import Job
 from ..speculative import Drafter, SpeculativeConfig
 from .result import Hypothesis, SearchStats
 
 __all__ = ["hypothesis", "logprobs", "sample"]
 
 
-def logprobs(job: Job) -> list[float]:
+def logprobs(text: Result) -> list[float]:
     """Return log p of the tokens of a text, with that of an EOG token that ended it, nats."""
-    eog = job.output.eog
-    return [produced.logprob for produced in (*job.output.emitted, *([] if eog is None else [eog]))]
+    end = text.end
+    return [produced.logprob for produced in (*text.emitted, *([] if end is None else [end]))]
 
 
-def hypothesis(job: Job, score: float) -> Hypothesis:
-    """Return a finished text as a result."""
-    output = job.output
-    return Hypothesis(
-        list(output.tokens), output.text, math.fsum(logprobs(job)), score, str(output.finish_reason)
-    )
+def hypothesis(text: Result, score: float) -> Hypothesis:
+    """Return a text as the result of a search."""
+    return Hypothesis(text.tokens, text.text, math.fsum(logprobs(text)), score, text.finish_reason)
 
 
 def sample(
@@ -47,8 +45,8 @@ def sample(
     drafter: Drafter | None,
     *,
     parallel: int | None = None,
-    is_decided: Callable[[list[Job]], bool] = lambda _: False,
-) -> list[Job]:
+    is_decided: Callable[[Sequence[Result]], bool] = lambda _: False,
+) -> list[Result]:
     """Sample ``n`` texts from a branch until all have ended, or the search is decided.
 
     Args:
@@ -56,39 +54,40 @@ def sample(
         seed: the seed of text number 0; the seeds of other texts are derived from it.
         n, max_tokens, stop, drafter: as for `best_of_n`.
         parallel: the most texts that run at a time; None = as many as there are sequences.
-        is_decided: called after each step with all texts; a true result ends the sampling and leaves
-            the texts as they are.
+        is_decided: called with the texts that a step has ended; a true result ends the others, as
+            "cancelled".
+
+    Returns:
+        the texts, by their numbers.
 
     Raises:
         DecodeError, and errors of ``is_decided``: all sequences are freed.
     """
-    loop = Loop(branch.ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
+    drafting = Drafting(branch.ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
     counted = EngineStats()
-    core = EngineCore(loop, counted, parallel)
-    beginning = loop.beginning(branch.sequence)
-    submission = Submission(
-        Request("", stop=stop), "", 0, loop, branch.sampling.replace(seed=seed), max_tokens, seed,
-        (), reports_tokens=False, beginning=beginning,
-    )  # fmt: skip
-    jobs = [submission.job(number) for number in range(n)]
-    for job in jobs:
-        core.scheduler.add_job(job)
+    client = Client(drafting, counted, parallel, max_tokens=max_tokens)
+    beginning = drafting.beginning(branch.sequence)
+    request = Request("", n=n, stop=stop, sampling=branch.sampling.replace(seed=seed))
+    client.queue(Job(request, "", client, seed, reports_tokens=False, beginning=beginning))
+    texts: dict[int, Result] = {}
     # Each step holds interrupts. Around all of them this costs little: only the outermost block
     # changes the handler, which takes as long as other work of a step.
     try:
         with HeldInterrupts() as held:
-            running = jobs
-            while running and held.caught is None:
-                core.step()
+            is_over = False
+            while client.has_unfinished and held.caught is None:
+                ended = [event.result for event in client.step() if event.result is not None]
+                ended.sort(key=lambda text: text.sample)
                 stats.decodes = counted.target_forward_passes
-                stats.tokens_decoded = core.n_decoded
-                for job in running:
-                    if job.error is not None and not isinstance(job.error, CapacityError):
-                        raise job.error
-                if held.let(partial(is_decided, jobs)):
-                    break
-                running = [job for job in running if job.state is not State.ENDED]
+                stats.tokens_decoded = client.n_decoded
+                texts |= {text.sample: text for text in ended}
+                for text in ended:
+                    if text.error is not None and not isinstance(text.error, CapacityError):
+                        raise text.error
+                if not is_over and held.let(partial(is_decided, ended)):
+                    client.abort("")
+                    is_over = True
     finally:
-        core.close()
+        client.close()
         beginning.close()
-    return jobs
+    return [texts[number] for number in sorted(texts)]

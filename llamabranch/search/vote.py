@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from statistics import fmean
 
@@ -13,7 +14,7 @@ from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..run.job import Job
+from ..request.result import Result
 from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .result import Hypothesis, SearchResult, SearchStats
@@ -85,52 +86,49 @@ def vote(
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n)
 
-    def is_decided(jobs: list[Job]) -> bool:
-        return confidence is not None and any(
-            ballot.count(job) for job in jobs if job.output.finish_reason is not None
-        )
+    def is_decided(ended: Sequence[Result]) -> bool:
+        return confidence is not None and any(map(ballot.count, ended))
 
     check_room(branch)
     stats = SearchStats()
-    jobs = sample(
+    texts = sample(
         branch, stats, n, seed, max_tokens, stop, drafter, parallel=width, is_decided=is_decided
     )
-    if not is_decided(jobs):
-        for job in jobs:
-            ballot.count(job)
-    hypotheses, votes = ballot.ranked(seed)
-    for job in jobs:
-        if job not in ballot.given and job.output.emitted:
-            job.output.break_off("decided")
-            hypotheses.append(hypothesis(job, 0.0))
+    for text in texts if confidence is None else ():
+        ballot.count(text)
+    hypotheses, votes = ballot.ranked(texts, seed)
+    for text in texts:
+        if text.sample not in ballot.given and text.emitted:
+            hypotheses.append(hypothesis(replace(text, finish_reason="decided"), 0.0))
     return SearchResult(hypotheses, stats, votes=votes)
 
 
 class _Ballot:
-    """The answers of ``n`` texts. ``given``: the answer, or None, of each text counted so far."""
+    """The answers of ``n`` texts. ``given``: of each text counted so far, by number; or None."""
 
     def __init__(self, answer: Callable[[str], Answer | None], n: int) -> None:
         self._answer, self._n = answer, n
         self._tally: Counter[Decimal | str] = Counter()
         self._errors: list[Exception] = []
-        self.given: dict[Job, Answer | None] = {}
+        self.given: dict[int, Answer | None] = {}
 
-    def count(self, job: Job) -> bool:
-        """Count a text once; return whether the texts that are left cannot change the result."""
-        if job not in self.given:
-            answer = None
-            try:
-                answer = _checked(self._answer(job.output.text))
-            except Exception as error:  # of any kind: the texts took time and must not be lost
-                self._errors.append(error)
-            self.given[job] = answer
-            if answer is not None:
-                self._tally[_value(answer)] += 1
+    def count(self, text: Result) -> bool:
+        """Count a text; return whether the texts that are left cannot change the result."""
+        answer = None
+        try:
+            answer = _checked(self._answer(text.text))
+        except Exception as error:  # of any kind: the texts took time and must not be lost
+            self._errors.append(error)
+        self.given[text.sample] = answer
+        if answer is not None:
+            self._tally[_value(answer)] += 1
         first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
         # No vote is decided by the last text: it has ended anyway.
         return 0 < self._n - len(self.given) < first - second
 
-    def ranked(self, seed: int) -> tuple[list[Hypothesis], dict[Answer, int]]:
+    def ranked(
+        self, texts: Sequence[Result], seed: int
+    ) -> tuple[list[Hypothesis], dict[Answer, int]]:
         """Return the texts that were counted, best first, and the votes for each answer."""
         known = [answer for answer in self.given.values() if answer is not None]
         if self._errors:
@@ -146,12 +144,13 @@ class _Ballot:
         values = sorted(names, key=lambda value: (-self._tally[value], luck[value]))
         rank = {value: i for i, value in enumerate(values)}
         place = {
-            job: len(values) if answer is None else rank[_value(answer)]
-            for job, answer in self.given.items()
+            number: len(values) if answer is None else rank[_value(answer)]
+            for number, answer in self.given.items()
         }
         shares = [*(self._tally[value] / len(place) for value in values), 0.0]
-        ordered = sorted(place, key=lambda job: (place[job], -fmean(logprobs(job) or [0.0])))
-        hypotheses = [hypothesis(job, shares[place[job]]) for job in ordered]
+        counted = [text for text in texts if text.sample in place]
+        counted.sort(key=lambda text: (place[text.sample], -fmean(logprobs(text) or [0.0])))
+        hypotheses = [hypothesis(text, shares[place[text.sample]]) for text in counted]
         return hypotheses, {names[value]: self._tally[value] for value in values}
 
 

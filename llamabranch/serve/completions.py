@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from ..branch import Produced
 from ..context import TokenScore
-from ..engine.completion import Completion, TextOptions, plan_chat, plan_texts
-from ..model import Turn
 from ..model.thoughts import ThinkingChoice, thinking_variables
-from ..model.tools import Tools, begun_answer, openai_deltas
-from ..request.openai import called, chat_choice, completion_choice
-from ..request.turns import TurnPieces
+from ..model.tools import openai_deltas
+from ..request.openai import chat_choice, completion_choice
+from ..request.request import TextOptions
 from .errors import HttpError
-from .fields import HttpFields, Prompt, Top, planned, prompt_tokens
+from .fields import HttpFields, Prompt, Top, prepared, prompt_tokens
 from .generation import Update, Writer, answer
 from .messages import json_of
 from .service import Service
@@ -70,8 +67,8 @@ async def completions(call: HttpRequest, service: Service) -> Response:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
     options = await fields.options(service, fields.limit(_DEFAULT_TOKENS), top)
     options["prompt_logprobs"] = top if fields.echo else None
-    texts = await planned(service, partial(plan_texts, service.ctx, prompts, **options), "prompt")
-    return await answer(_CompletionWriter(service, fields, n_added), texts.requests)
+    jobs = await prepared(service, prompts, options, param="prompt", reports_tokens=fields.stream)
+    return await answer(_CompletionWriter(service, fields, n_added), jobs)
 
 
 class _Offsets:
@@ -162,8 +159,8 @@ class ChatFields(HttpFields, kw_only=True):
             return False
         return self.thinking
 
-    def plan(self, service: Service, options: TextOptions) -> Completion:
-        """Return the checked call; see ``plan_chat``.
+    def chat_options(self, service: Service, options: TextOptions) -> dict[str, object]:
+        """Return the options of ``Context.chat``.
 
         A last message of the assistant is continued. A template that asks for the date gets today's,
         unless the request sets one.
@@ -174,15 +171,15 @@ class ChatFields(HttpFields, kw_only=True):
             variables["reasoning_effort"] = self.reasoning_effort
         if model.turn_format.thought_end is None:  # like llama-server and vLLM
             choice = None
-        options = {**options, "thinking": choice}
-        return plan_chat(
-            service.ctx, self.messages,
-            tools=self.tools, tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})},
-            show_schema=self.show_schema is not False, continues=self.continue_final_message,
-            generates=self.add_generation_prompt, **options,
+        names = (
+            "tools", "tool_choice", "parallel_tool_calls", "continue_final_message",
+            "add_generation_prompt",
         )  # fmt: skip
+        return {
+            **options, **{name: getattr(self, name) for name in names}, "thinking": choice,
+            "chat_template_kwargs": {**variables, **(self.chat_template_kwargs or {})},
+            "show_schema": self.show_schema is not False,
+        }  # fmt: skip
 
 
 async def chat(call: HttpRequest, service: Service) -> Response:
@@ -195,54 +192,32 @@ async def chat(call: HttpRequest, service: Service) -> Response:
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     limit = fields.limit(service.settings.max_tokens)
     options = await fields.options(service, limit, top_logprobs)
-    talk = await planned(service, partial(fields.plan, service, options), "messages")
-    return await answer(_ChatWriter(service, fields, talk), talk.requests)
+    jobs = await prepared(
+        service, fields.messages, fields.chat_options(service, options),
+        param="messages", reports_tokens=fields.stream,
+    )  # fmt: skip
+    return await answer(_ChatWriter(service, fields), jobs)
 
 
 class _ChatWriter(Writer[ChatFields]):
     """Writes texts as OpenAI's messages.
 
     Args:
-        service, fields, call: the model, the request, and the call that it describes.
+        service, fields: the model, and the request.
     """
 
-    def __init__(self, service: Service, fields: ChatFields, call: Completion) -> None:
+    def __init__(self, service: Service, fields: ChatFields) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(service, fields, "chatcmpl", kind)
-        self._tools = cast(Tools, call.tools)
-        # With a grammar, a call that has begun is valid: its arguments are sent as they are generated.
-        self._is_strict = call.requests[0].grammar is not None
-        self._pieces: dict[int, TurnPieces] = {}
 
     def part(self, update: Update) -> dict[str, object]:
         """Return a complete message."""
-        return chat_choice(update.index, self._turn(update), update.end, self._scored(update))
-
-    def _turn(self, update: Update) -> Turn:
-        """Return a complete turn."""
-        result = update.result
-        result.prompt, result.tools = self.fields.messages, self._tools
-        if self._tools.is_used:
-            result.note_written(self.service.model)
-        return result.turn
+        return chat_choice(update.index, update.result.turn, update.end, self._scored(update))
 
     def parts(self, update: Update) -> list[dict[str, object]]:
         """Return deltas: the role first, then content or calls, then the finish reason."""
-        pieces = self._pieces.get(update.index)
-        if pieces is None:
-            # An answer that is continued may begin with half a call.
-            begun = begun_answer(self.fields.messages) if self._tools.is_used else ""
-            salt = str(len(self.fields.messages))
-            pieces = TurnPieces(self._tools, salt, begun, eager=self._is_strict)
-            self._pieces[update.index] = pieces
-        written = update.written if self._tools.is_used else update.text
-        events, calls = pieces.feed(update.thought, written), False
-        if update.ended is not None:
-            turn = self._turn(update)
-            calls = bool(turn.calls)
-            events += pieces.finish(turn, is_cut=update.ended.is_cut)
         scored = self._scored(update) if update.tokens else None
-        deltas = openai_deltas(events)
+        deltas = openai_deltas(update.turn)
         if scored is not None and not deltas:
             deltas.append({"content": ""})
         common: dict[str, object] = {"index": update.index, "logprobs": None}
@@ -252,8 +227,7 @@ class _ChatWriter(Writer[ChatFields]):
         if update.is_first:
             chunks.insert(0, _begin(update))
         if update.ended is not None:
-            end = called(update.end) if calls else update.end
-            chunks.append({**common, "delta": {}, **end})
+            chunks.append({**common, "delta": {}, **update.end})
         return chunks
 
     def _scored(self, update: Update) -> list[dict[str, object]] | None:

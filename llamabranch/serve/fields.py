@@ -7,18 +7,20 @@ Unknown fields are ignored; so are OpenAI's fields that do not change a text (``
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Annotated, cast
 
 from msgspec import Meta, Struct
 
-from ..engine.completion import Completion, TextOptions
+from ..engine.completion import Call
 from ..errors import CacheFullError
 from ..request.fields import TextFields
+from ..request.request import TextOptions
+from ..run.job import Job
 from .errors import HttpError
 from .service import Service
 
-__all__ = ["HttpFields", "Prompt", "Top", "planned", "prompt_tokens"]
+__all__ = ["HttpFields", "Prompt", "Top", "prepared", "prompt_tokens"]
 
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
 
@@ -55,29 +57,45 @@ class HttpFields(TextFields, kw_only=True):
         return cast(TextOptions, {**fields, **options, "grammar": grammar})
 
 
-async def planned(service: Service, plan: Callable[[], Completion], param: str) -> Completion:
-    """Return the checked call of a request; it has one of the engine's requests for each prompt.
+async def prepared(
+    service: Service,
+    prompts: object,
+    options: Mapping[str, object],
+    *,
+    param: str,
+    reports_tokens: bool | None,
+) -> list[Job]:
+    """Return the engine's requests for an HTTP request, one for each prompt.
 
     Args:
         service: the model, and its limits.
-        plan: checks the call: ``plan_texts`` or ``plan_chat``.
+        prompts: lists of token ids; for "messages" a conversation.
+        options: those of ``Context.complete`` or ``Context.chat``.
         param: the field that has the prompts.
+        reports_tokens: whether there are events for tokens.
 
     Raises:
         HttpError, LlamaBranchError: something is invalid or too large.
     """
+    engine, chats = service.engine.engine, param == "messages"
+
+    def prepare() -> list[Job]:
+        call = Call(service.ctx, prompts, None, options, chats=chats)
+        n, most = call.requests[0].n, service.settings.max_choices
+        if len(call.requests) * n > most:
+            message = f"{len(call.requests)} prompts with {n} texts each; 1 to {most} are allowed"
+            one = f"n must be 1 to {most}"
+            raise HttpError(400, message if len(call.requests) > 1 else one, param="n")
+        reports = bool(reports_tokens)
+        return call.prepare(lambda _, request: engine.prepare(request, reports_tokens=reports))
+
     try:
-        call = await to_thread(plan)
+        jobs = await to_thread(prepare)
     except CacheFullError as error:
         raise HttpError(400, error.message, param=param) from None
-    n, most = call.requests[0].n, service.settings.max_choices
-    if len(call.requests) * n > most:
-        message = f"{len(call.requests)} prompts with {n} texts each; 1 to {most} are allowed"
-        one = f"n must be 1 to {most}"
-        raise HttpError(400, message if len(call.requests) > 1 else one, param="n")
-    for request in call.requests:
-        service.check_room(cast(Sequence[int], request.prompt), request.max_tokens, param)
-    return call
+    for job in jobs:
+        service.check_room(job.prompt, job.max_tokens, param)
+    return jobs
 
 
 async def prompt_tokens(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from ..branch import Produced
 from ..engine import Request, Result
-from ..generation.thought import token_text
+from ..model import TurnEvent
 from ..request.openai import End, end_reason
 from ..request.openai import usage as usage_of
+from ..run.job import Job
 from .errors import HttpError, http_error
 from .fields import HttpFields
 from .messages import event_stream, reply
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Update", "Writer", "all_texts", "answer", "updates", "usage"]
 
 F = TypeVar("F", bound=HttpFields)
-_numbers = count()  # of requests to the engine, for their ids
 
 
 @dataclass
@@ -34,31 +34,31 @@ class Update:
 
     Attributes:
         index: the number of the text in the request.
-        request: its prompt and settings.
+        job: its request.
         is_first: whether it is the first update of its text.
         text: the new text.
-        written: the same with the names of control tokens.
         tokens: the new tokens, without one that ends the text.
         thought, thoughts: text and tokens of the thought before the answer.
+        turn: what is new in the turn of an answer.
         ended: the event that ended the text, if it has ended.
         ended_thought: all tokens of the thought, as the result will have them, if it has just ended.
     """
 
     index: int
-    request: Request
+    job: Job
     is_first: bool = False
     text: str = ""
-    written: str = ""
     tokens: list[Produced] = field(default_factory=list)
     thought: str = ""
     thoughts: list[Produced] = field(default_factory=list)
+    turn: list[TurnEvent] = field(default_factory=list)
     ended: Result | None = None
     ended_thought: list[Produced] = field(default_factory=list)
 
     @property
     def prompt(self) -> Sequence[int]:
         """The prompt's token ids."""
-        return cast(Sequence[int], self.request.prompt)
+        return self.job.prompt
 
     @property
     def result(self) -> Result:
@@ -110,8 +110,8 @@ class Writer(ABC, Generic[F]):
         return [event] if options is not None and options.include_usage else []
 
 
-async def answer(writer: Writer[F], requests: Sequence[Request]) -> Response:
-    """Return the texts of requests, as a stream or in one piece.
+async def answer(writer: Writer[F], jobs: Sequence[Job]) -> Response:
+    """Return the texts of prepared requests, as a stream or in one piece.
 
     A stream begins only with its first text, so that earlier errors get an HTTP status of their own.
 
@@ -119,22 +119,22 @@ async def answer(writer: Writer[F], requests: Sequence[Request]) -> Response:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
     if writer.fields.stream:
-        return await event_stream(_frames(writer, requests))
-    return reply(writer.body(await all_texts(writer.service, requests)))
+        return await event_stream(_frames(writer, jobs))
+    return reply(writer.body(await all_texts(writer.service, jobs)))
 
 
 async def _frames(
-    writer: Writer[F], requests: Sequence[Request]
+    writer: Writer[F], jobs: Sequence[Job]
 ) -> AsyncGenerator[list[dict[str, object]], None]:
     ended: dict[int, Update] = {}
-    async with aclosing(updates(writer.service, requests)) as steps:
+    async with aclosing(updates(writer.service, jobs)) as steps:
         async for changed in steps:
             _note_ends(ended, changed)
             yield [event for update in changed for event in writer.events(update)]
     yield writer.last_events([ended[index] for index in sorted(ended)])
 
 
-async def all_texts(service: Service, requests: Sequence[Request]) -> list[Update]:
+async def all_texts(service: Service, requests: Sequence[Request | Job]) -> list[Update]:
     """Return all texts of requests, in order, after they ended.
 
     Raises:
@@ -154,30 +154,31 @@ def _note_ends(ended: dict[int, Update], changed: Iterable[Update]) -> None:
             result, at = update.ended, update.index
             n, emitted = result.n_thought_tokens, [*result.emitted]
             ended[at] = Update(
-                at, update.request, True, result.text, result.text, emitted[n:],
-                result.thought, emitted[:n], result,
+                at, update.job, True, result.text, emitted[n:], result.thought, emitted[:n],
+                ended=result,
             )  # fmt: skip
             _check(result)
 
 
 async def updates(
-    service: Service, requests: Sequence[Request], *, reports_tokens: bool = True
+    service: Service, requests: Sequence[Request | Job], *, reports_tokens: bool = True
 ) -> AsyncGenerator[list[Update], None]:
     """Yield the updates of each step, one for each text; count the texts.
 
-    With ``reports_tokens=False`` only the ends of texts are yielded. Requests without an id get one.
+    With ``reports_tokens=False`` only the ends of texts are yielded.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused.
     """
-    named = [replace(request, id=request.id or f"http-{next(_numbers)}") for request in requests]
-    texts = [(request, sample) for request in named for sample in range(request.n)]
-    places = {(request.id, sample): index for index, (request, sample) in enumerate(texts)}
+    prepare = partial(service.engine.engine.prepare, reports_tokens=reports_tokens)
+    jobs = [*map(prepare, requests)]
+    texts = [(job, sample) for job in jobs for sample in range(job.request.n)]
+    places = {(job.name, sample): index for index, (job, sample) in enumerate(texts)}
     started: set[int] = set()
     n_left = len(texts)
     service.n_texts += n_left
     try:
-        async with aclosing(service.engine.steps(*named, reports_tokens=reports_tokens)) as steps:
+        async with aclosing(service.engine.steps(*jobs)) as steps:
             async for events in steps:
                 changed: dict[int, Update] = {}
                 for event in events:
@@ -188,10 +189,8 @@ async def updates(
                     update = changed[index]
                     update.text += event.text
                     update.thought += event.thought
-                    update.written += event.text
+                    update.turn += event.turn
                     if token is not None and token.token >= 0 and not token.is_stop:
-                        if not event.is_thought and not event.text:
-                            update.written += token_text(service.model, token)
                         (update.thoughts if event.is_thought else update.tokens).append(token)
                     if event.ended_thought:
                         update.ended_thought = [*event.ended_thought]

@@ -251,7 +251,7 @@ class HeadDrafter(RunDrafter[HeadState]):
             decoder.use_mtp_layer(layer)
         try:
             lasts = np.cumsum([len(new) for new in unread]) - 1
-            if len(inputs) > min(decoder.n_chunk, self.ctx.n_outputs_max, _MOST_ROWS):
+            if len(inputs) > min(decoder.most_rows, _MOST_ROWS):
                 early = Batch()
                 for seq_id, new in zip(seqs, unread, strict=True):
                     early.add(seq_id, new[:-1], "none")

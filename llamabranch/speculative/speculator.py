@@ -14,7 +14,7 @@ from ..generation.config import SpeculativeConfig
 from ..generation.drafter import Drafter, DraftLength, SpeculativeStats
 from ..generation.output import OutputBuffer
 from ..model import Prompt
-from ..run.loop import Loop
+from ..run.drafting import Drafting
 from ..run.solo import Solo
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
@@ -48,14 +48,14 @@ class Speculator:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
     ) -> None:
-        self.loop = loop = Loop(target, drafter, config)
-        self.target, self.drafter, self.config = target, loop.drafter, loop.config
-        self.stats = loop.stats
+        self.drafting = drafting = Drafting(target, drafter, config)
+        self.target, self.drafter, self.config = target, drafting.drafter, drafting.config
+        self.stats = drafting.stats
 
     @property
     def length(self) -> DraftLength:
         """The draft-length controller, which learns from all generations."""
-        return self.loop.length
+        return self.drafting.length
 
     def generate(
         self,
@@ -87,14 +87,14 @@ class Speculator:
         branch = _start_or_continue(self.target, prompt, sampling, grammar, parse_special)
         release = None if branch is prompt else branch.prune
         text = branch.sequence
-        return Generation(self.loop, text, output, top_logprobs, owner=branch, release=release)
+        return Generation(self.drafting, text, output, top_logprobs, owner=branch, release=release)
 
     def explain(self) -> str:
         """Return a text that explains how much it drafts and why: measured costs, acceptance."""
-        if not self.loop.drafts:
+        if not self.drafting.drafts:
             return "plain decoding: there is no drafter"
         lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
-        stats = self.loop.total()
+        stats = self.drafting.total()
         if stats.num_drafts:
             low, high = stats.alpha_interval
             drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
@@ -110,7 +110,7 @@ class Speculator:
 
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
-        self.loop.states.forget(branch.sequence)
+        self.drafting.states.forget(branch.sequence)
 
 
 class InferenceSession:
@@ -145,7 +145,7 @@ class InferenceSession:
         self._target = target
         self._config = config
         # The keys are ids, because a drafter may not be hashable. The value keeps it alive.
-        self._loops: dict[int, Loop] = {}
+        self._draftings: dict[int, Drafting] = {}
         self.branch = _start_or_continue(target, prompt, sampling, grammar, parse_special)
         self._owned = self.branch is not prompt
         self._text = self.branch.sequence
@@ -189,12 +189,12 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        loop = self._loops.get(id(drafter))
-        if loop is None:
-            loop = Loop(self._target, drafter, self._config)
-            self._loops[id(drafter)] = loop
+        drafting = self._draftings.get(id(drafter))
+        if drafting is None:
+            drafting = Drafting(self._target, drafter, self._config)
+            self._draftings[id(drafter)] = drafting
         try:
-            shown = self._solo.next(loop)
+            shown = self._solo.next(drafting)
         except LlamaBranchError:
             self._output.is_stuck = True  # a later call may succeed, once there is room again
             raise
@@ -209,8 +209,8 @@ class InferenceSession:
         self._generating.close()
         self._output.break_off()
         self._solo.end(decodes=True)
-        for loop in self._loops.values():
-            loop.states.forget(self._text)
+        for drafting in self._draftings.values():
+            drafting.states.forget(self._text)
         if self._owned and not self.branch.ctx.closed:
             self.branch.prune()
 

@@ -751,9 +751,9 @@ BAD_TOOLS: list[object] = [
     "options",
     [
         {"name": ""}, {"name": "two words"}, {"about": 3}, {"tool_choice": "nope"}, {"tool_choice": 3},
-        {"parallel_calls": 1}, {"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0},
+        {"parallel_tool_calls": 1}, {"max_turns": 0}, {"max_turns": 1.5}, {"max_tokens": 0},
         {"max_seconds": 0}, {"max_seconds": "x"}, {"tool_seconds": -1}, {"tool_seconds": float("nan")},
-        {"result_tokens": 0}, {"think": "x"}, {"think": -1}, {"forks": 1}, {"tell": int},
+        {"result_tokens": 0}, {"thinking": "x"}, {"thinking": -1}, {"forks": 1}, {"tell": int},
         {"tell": ValueError("x")}, {"repeats": -1},
         {"sampling": 3}, {"temperature": -1}, {"nonsense": 1},
         {"messages": [3]}, {"messages": 3}, {"messages": b"x"}, {"output": int.__add__},
@@ -868,7 +868,7 @@ def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Mode
         lb.Model(target.path, chat_template=template) as model,
         lb.Context(model, n_ctx=1024, n_threads=1, n_seq_max=4) as ctx,
     ):
-        agent = Agent(ctx, think=8, max_tokens=40, seed=1, max_turns=2)
+        agent = Agent(ctx, thinking=8, max_tokens=40, seed=1, max_turns=2)
         steps = [*agent.stream("Why did the bear leave?")]
         report = steps[-1].report
         assert report is not None
@@ -876,10 +876,10 @@ def test_thoughts_are_steps_of_their_own_and_no_part_of_the_text(target: lb.Mode
         assert thought and "think>" not in thought + report.text
         assert "".join(s.text for s in steps if s.kind == "thought").strip() == thought.strip()
         assert report.messages[-1]["content"]
-        silent = Agent(ctx, think=False, max_tokens=20, seed=1).run("Why did the bear leave?")
+        silent = Agent(ctx, thinking=False, max_tokens=20, seed=1).run("Why did the bear leave?")
         assert not [s for s in silent.steps if s.kind == "thought"]
     with (
         lb.Context(target, n_ctx=256, n_threads=1, exact=True) as ctx,
         pytest.raises(UnsupportedError),
     ):
-        Agent(ctx, think=True)
+        Agent(ctx, thinking=True)

@@ -57,7 +57,7 @@ def tell(
     target: Context | AsyncEngine, tasks: Sequence[str] = TASKS, **options: Any
 ) -> list[Report]:
     agent = Agent(
-        target, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False,
+        target, "You tell tales.", [pick, roll], tool_choice="required", parallel_tool_calls=False,
         max_turns=3, max_tokens=120, temperature=0.9, seed=11, **options,
     )  # fmt: skip
     return agent.run(list(tasks))
@@ -295,7 +295,7 @@ def test_law_8_a_seed_and_equal_results_give_equal_steps(stage: Context, case: s
 def test_law_7_what_a_turn_holds_is_valid_at_any_temperature(teller: lb.Model) -> None:
     with lb.Context(teller, n_ctx=8192, n_seq_max=8, n_threads=1, exact=True) as ctx:
         agent = Agent(
-            ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_calls=False
+            ctx, "You tell tales.", [pick, roll], tool_choice="required", parallel_tool_calls=False
         )
         turns, tools = agent.turns, agent.tools
         prompt = turns.prompt([{"role": "user", "content": "Tell."}])

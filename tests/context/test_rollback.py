@@ -229,7 +229,7 @@ def test_nothing_is_undone_of_a_decode_before_the_last(ctx: Context) -> None:
         check(ctx, expected)
     memory.clear()
     decode_run(ctx.decoder, TEXT[:40], 1, "none")
-    state = memory.state(1)
+    state = memory.handle.state(1)
     decode_run(ctx.decoder, text, 0, "none")
     memory.drop(0, 0)
     assert memory.set_state(0, state, 40)

@@ -220,14 +220,14 @@ def test_request_that_comes_after_the_last_step_gets_an_error(
                     raise SystemExit
 
         engine._transfer = held  # type: ignore[method-assign]
-        core = engine.engine.core
+        client = engine.engine.client
 
         def failing() -> list[Event]:
             if kind == "context closed":
                 ctx.close()
             raise DecodeError("failed")
 
-        core.step = failing  # type: ignore[method-assign]
+        client.step = failing  # type: ignore[method-assign]
         reading = asyncio.ensure_future(collect(engine, Request("A king")))
         assert await asyncio.to_thread(has_failed.wait, 60)
         late = asyncio.ensure_future(collect(engine, Request("A fox")))
@@ -250,7 +250,7 @@ def test_drain_does_not_wait_for_a_reader(ctx: Context) -> None:
     async def job(engine: AsyncEngine) -> None:
         events = engine.generate(Request("A king", max_tokens=60))
         seen = [await anext(events)]
-        while not engine.engine.core.scheduler.paused:
+        while not any(job.is_paused for job in list(engine.engine.client.jobs.values())):
             await asyncio.sleep(0)
         await asyncio.wait_for(engine.close(drain=True), 60)
         seen += [event async for event in events]

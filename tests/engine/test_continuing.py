@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -45,7 +44,7 @@ def test_text_in_parts_is_the_text_in_one(either: Context, grammar: Grammar | No
     copying, suffix = lb.GrammarDrafter.copying(), lb.SuffixDrafter()
     for n, drafter in ((1, None), (3, copying), (2, None), (14, suffix)):
         so_far, at = [*prompt, *tokens], len(tokens)
-        part = one(either, replace(request, prompt=so_far, max_tokens=n, continues=at), drafter)
+        part = one(either, request.replace(prompt=so_far, max_tokens=n, continues=at), drafter)
         assert part.error is None
         tokens += part.tokens
         if n == 2 and either.prefix_cache is not None:
@@ -118,15 +117,15 @@ def test_nothing_ends_a_text_before_its_least_length(
 ) -> None:
     """EOG tokens neither: they are in the law of `test_engine_machine`."""
     least = Request("Once upon a time", sampling=WARM, max_tokens=40, min_tokens=9)
-    stopped = one(ctx, replace(least, stop=" "), drafter)
+    stopped = one(ctx, least.replace(stop=" "), drafter)
     assert len(stopped.tokens) > 9 and stopped.stop_reason == " "
     end = stopped.tokens[2]
-    assert end not in one(ctx, replace(least, stop_tokens=[end]), drafter).tokens[:9]
+    assert end not in one(ctx, least.replace(stop_tokens=[end]), drafter).tokens[:9]
     for other in ({"grammar": SCHEMA}, {"constraint": lambda text: True}):
         with pytest.raises(ConfigError, match="min_tokens"):
-            replace(least, **other)
+            least.replace(**other)
     ends = WARM.replace(logit_bias=dict.fromkeys(ctx.model.eog_tokens, 1e9))
-    assert len(one(ctx, replace(least, sampling=ends), drafter).tokens) == 9
+    assert len(one(ctx, least.replace(sampling=ends), drafter).tokens) == 9
 
 
 def test_steps_are_the_events_of_generate_in_lists(ctx: Context) -> None:

@@ -118,10 +118,10 @@ def test_queue_has_a_limit_that_counts_the_request_that_is_next(target: lb.Model
         assert caught.value.hint
         engine.abort("1")
         engine.step()
-        assert engine.core.n_waiting == 1
+        assert engine.client.n_waiting == 1
         engine.add_request(Request("The wolf", n=3, max_tokens=2))
         assert len(results_of(run(engine))) == 3
-        assert engine.core.n_waiting == 0
+        assert engine.client.n_waiting == 0
 
 
 def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:

@@ -11,7 +11,7 @@ import toys
 from pydantic import AwareDatetime, BaseModel, Field, NaiveDatetime
 
 import llamabranch as lb
-from llamabranch.engine.completion import plan_chat
+from llamabranch.engine.completion import Call
 from llamabranch.model.functions import type_schemas
 from llamabranch.model.shape import asking, shape_of
 
@@ -117,9 +117,9 @@ def chatting(target: lb.Model) -> Any:
 
 
 def prompt_of(ctx: lb.Context, messages: Any, **options: Any) -> str:
-    plan = plan_chat(ctx, messages, **options)
-    assert plan.prompts[0] == [*map(dict, messages)]
-    return ctx.detokenize(plan.requests[0].prompt, special=True)  # type: ignore[arg-type]
+    (request,) = Call(ctx, messages, None, options, chats=True).requests
+    assert request.prompt == [*map(dict, messages)]
+    return ctx.detokenize(request.plan(ctx.model).tokens, special=True)
 
 
 def test_chat_shows_the_schema_at_the_end_of_the_users_last_message(chatting: lb.Context) -> None:

@@ -40,8 +40,8 @@ PUBLIC_ROOMS = {
 }  # fmt: skip
 # Methods of named tuples, functions of the standard library without a public twin, llama_cpp's library.
 PUBLIC_NAMES = {
-    "_replace", "_asdict", "_fields", "_make", "_is_owned", "_at_fork_reinit", "_lib", "_exit",
-    "_getframe",
+    "_replace", "_asdict", "_fields", "_make", "_is_owned", "_at_fork_reinit", "_release_save",
+    "_acquire_restore", "_lib", "_exit", "_getframe",
 }  # fmt: skip
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")])
 PROGRAMS = [

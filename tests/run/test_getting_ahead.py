@@ -19,7 +19,8 @@ import llamabranch as lb
 from llamabranch import Context, Engine, Model, Request, SamplingParams
 from llamabranch.errors import DecodeError, DecodeInterruptedError
 from llamabranch.model.thoughts import Thinking, plan_thinking
-from llamabranch.run.job import Job
+from llamabranch.run.core import core_of
+from llamabranch.run.job import Choice
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<think>\n"
@@ -167,9 +168,12 @@ def test_texts_that_lose_their_cells(opened: tuple[Model, dict[str, Any]], ctx: 
         for i in range(3)
     ]  # fmt: skip
     engine = Engine(ctx)
-    scheduler = engine.core.scheduler
-    at: dict[int, Callable[[], object]] = dict.fromkeys(range(3, 30, 3), scheduler.preempt)
-    at[7], at[14] = lambda: scheduler.pause("0"), lambda: scheduler.resume("0")
+
+    def preempt() -> object:
+        return core_of(ctx).scheduler.preempt()
+
+    at: dict[int, Callable[[], object]] = dict.fromkeys(range(3, 30, 3), preempt)
+    at[7], at[14] = lambda: engine.client.pause("0"), lambda: engine.client.resume("0")
     results = run(engine, *requests, at=at)
     check(opened, prompt, *results.values())
 
@@ -202,18 +206,20 @@ def test_a_prompt_whose_decode_was_stopped_is_read_again(
 # -- steps without progress --------------------------------------------------------------------------
 
 
-def test_a_text_that_gets_nowhere_ends_with_an_error(
+def test_texts_that_get_nowhere_end_with_an_error(
     toy: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known to cause it now, so one text is told that it has nothing to read."""
     with Context(toy, n_ctx=256, n_seq_max=2, n_threads=1, exact=True) as ctx:
         requests = [Request("Stuck" * 9, id="stuck"), Request("A king", id="other", max_tokens=9)]
-        unread = Job.unread
-        monkeypatch.setattr(Job, "unread", lambda job: [] if job.name == "stuck" else unread(job))
-        results = run(Engine(ctx), *requests)
-        other, stuck = results["other", 0], results["stuck", 0]
-        assert other.tokens and other.error is None
-        assert (stuck.finish_reason, type(stuck.error)) == ("error", DecodeError)
+        unread = Choice.unread
+        monkeypatch.setattr(
+            Choice, "unread", lambda text: [] if text.name == "stuck" else unread(text)
+        )
+        engine = Engine(ctx)
+        with pytest.raises(DecodeError, match="make no progress"):
+            run(engine, *requests)
+        engine.close()
         assert ctx.usage().cells_used == 0
 
 

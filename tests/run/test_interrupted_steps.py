@@ -83,9 +83,9 @@ def outcome(
         if not engine.has_unfinished():
             break
         if n_steps == 6:
-            engine.core.scheduler.pause("a")  # it is parked in a step that may be interrupted
+            engine.client.pause("a")  # it is parked in a step that may be interrupted
         if n_steps == 12:
-            engine.core.scheduler.resume("a")
+            engine.client.resume("a")
             engine.abort("d")
         if interrupter is not None and not interrupter.done:
             sys.settrace(interrupter)

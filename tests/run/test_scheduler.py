@@ -8,18 +8,18 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Context, Request
-from llamabranch.run.job import Job, State
+from llamabranch.run.job import Choice, State
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WARM = lb.SamplingParams(temperature=0.8, seed=5)
 
 
-def job_of(engine: lb.Engine, name: str, n_tokens: int) -> Job:
-    """Step until a request has so many tokens; return its job."""
+def choice_of(engine: lb.Engine, name: str, n_tokens: int) -> Choice:
+    """Step until a request has so many tokens; return its text."""
     while True:
-        request = engine.core.scheduler.find(name)
-        if request is not None and request.jobs and len(request.jobs[0].output.tokens) >= n_tokens:
-            return request.jobs[0]
+        choices = engine.client.jobs[name].choices
+        if choices and len(choices[0].output.tokens) >= n_tokens:
+            return choices[0]
         engine.step()
 
 
@@ -34,16 +34,16 @@ def test_a_paused_text_keeps_its_cells_until_others_need_them(
         others = [Request(STORY, max_tokens=12, sampling=each) for each in settings]
         first = Request(STORY, max_tokens=12, sampling=WARM)
         alone = engine.generate([first])[0], *engine.generate(others)
-        scheduler, name = engine.core.scheduler, engine.add_request(first)
-        job = job_of(engine, name, 5)
-        scheduler.pause(name)
+        name = engine.add_request(first)
+        choice = choice_of(engine, name, 5)
+        engine.client.pause(name)
         names = [engine.add_request(other) for other in others]
         events = engine.step()
-        assert job.state is State.PARKED
-        while any(map(scheduler.find, names)):
+        assert choice.state is State.PARKED
+        while engine.client.jobs.keys() & names:
             events += engine.step()
-        assert [job.state, job.sequence, job.num_preemptions] == [State.PARKED, None, 1]
-        scheduler.resume(name)
+        assert [choice.state, choice.sequence, choice.num_preemptions] == [State.PARKED, None, 1]
+        engine.client.resume(name)
         while engine.has_unfinished():
             events += engine.step()
     results = {event.id: event.result for event in events if event.result is not None}

@@ -48,7 +48,8 @@ class Both:
         except ConfigError:
             expected = None
         logits = LogitsRow(x)
-        token = logits.sample(self.compiled, seed, position, purpose)
+        token = self.compiled.sample(logits.address, seed, position, purpose, True)
+        logits.note_step(self.compiled, seed, True)
         kept = self.compiled.candidates(logits.address)
         if expected is None:
             assert token == -1

@@ -112,14 +112,14 @@ def _freed(schema: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _as_rule(name: str, grammar: Grammar) -> str:
-    """Return the rules of a grammar; the first rule gets this name."""
+def _as_content(grammar: Grammar) -> str:
+    """Return the rules of a grammar; the first is called ``content``."""
     if grammar.names_tokens:
         raise UnsupportedError("a grammar that names tokens cannot be combined with calls of tools")
     (compiled,) = json.loads(grammar.guidance)["grammars"]
     if compiled.get("json_schema") is not None:
-        return f"{name}: %json {json.dumps(compiled['json_schema'], ensure_ascii=False)}"
-    return re.sub(r"(?m)\bstart\b(?=.*:)", name, str(compiled["lark_grammar"]), count=1)
+        return f"content: %json {json.dumps(compiled['json_schema'], ensure_ascii=False)}"
+    return re.sub(r"(?m)\bstart\b(?=.*:)", "content", str(compiled["lark_grammar"]), count=1)
 
 
 class _Writer:
@@ -145,7 +145,7 @@ class _Writer:
 
     def written(self, content: Grammar | None = None) -> str:
         """Return the grammar's source."""
-        form, tools = self._form, self._tools
+        form, tools, own = self._form, self._tools, list[str]()
         self._rule("TEXT", "/(.|\\n)*/")
         self._rule("WS", "/[ \\n\\t]{1,8}/")
         whole = form.opening.removeprefix(tools.turns.lead if tools.forced else "")
@@ -154,19 +154,16 @@ class _Writer:
             space = whole[: len(whole) - len(opening)]
             start = f"{self._literal(space)}? {self._literal(opening)} {self._calls(form)}"
         elif content is not None:
-            own = _as_rule("content", content)
+            own.append(_as_content(content))
             start = f"content | {self._literal(opening)} {self._calls(form)}"
-            return "\n".join([f"start: {start}", own, *self._lines()])
         else:
             choices, trigger = self._loose(), self._trigger(opening)
             with suppress(UnsupportedError):  # a form that this model cannot write
                 if trigger:
                     choices.append(f"{self._opened(trigger)} {self._any_calls()} WS?")
             start = f"{self._free(trigger)} ({' | '.join(choices)})?" if choices else "TEXT"
-        return "\n".join([f"start: {start}", *self._lines()])
-
-    def _lines(self) -> list[str]:
-        return [f"{name}: {text}" for name, text in self._rules.items()]
+        own += (f"{name}: {text}" for name, text in self._rules.items())
+        return "\n".join([f"start: {start}", *own])
 
     def _any_calls(self) -> str:
         """Return calls in the template's form, or in its other form if both openings end alike."""
@@ -180,10 +177,13 @@ class _Writer:
         tools, place = self._tools, "" if form is self._form else "other_"
         units = [self._unit(form, f"{place}{i}", name) for i, name in enumerate(self._names)]
         any_unit = self._rule(f"{place}call", " | ".join(units))
-        between, ends = form.separator + form.call_start, self._ends(form.call_end)
+        between, ends = (
+            form.separator + form.call_start,
+            self._before_end(form.call_end) != form.call_end,
+        )
         is_many = form.several is True and tools.parallel and not tools.is_named
         more = f" (WS? {self._literal(between)} {any_unit})*" if is_many and not ends else ""
-        end = "" if ends else self._last(form.section_end.rstrip())
+        end = "" if ends else self._literal(self._before_end(form.section_end.rstrip()))
         return self._rule(f"{place}calls", f"{any_unit}{more} {end}")
 
     def _rule(self, name: str, text: str, attributes: str = "") -> str:
@@ -192,16 +192,10 @@ class _Writer:
 
     # -- text --------------------------------------------------------------------------------------
 
-    def _ends(self, text: str) -> bool:
-        """Return whether a literal contains a token that ends the text."""
-        return any(match[0] in self._eog for match in self._pattern.finditer(text))
-
-    def _last(self, text: str) -> str:
-        """Return a literal at the end of a call, up to a token that ends the text."""
-        for match in self._pattern.finditer(text):
-            if match[0] in self._eog:
-                return self._literal(text[: match.start()])
-        return self._literal(text)
+    def _before_end(self, text: str) -> str:
+        """Return a text up to a token that ends every text, if it contains one."""
+        ends = (m.start() for m in self._pattern.finditer(text) if m[0] in self._eog)
+        return text[: next(ends, None)]
 
     def _literal(self, text: str) -> str:
         """Return a literal: text, and control tokens by their ids."""
@@ -300,7 +294,7 @@ class _Writer:
                 words.append(self._rule("NUMBER", "/[0-9]+/"))
             else:
                 words.append(self._rule("ID", "/[a-zA-Z0-9_\\-]{1,64}/"))
-        words += [self._last(text.rstrip())] if text.strip() else []
+        words += [self._literal(self._before_end(text.rstrip()))] if text.strip() else []
         return self._rule(f"call_{i}", " ".join(words))
 
     def _arguments(self, form: CallForm, i: str, schema: object) -> str:

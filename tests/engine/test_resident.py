@@ -40,6 +40,13 @@ def tiny(tmp_path: Path) -> Iterator[lb.Model]:
 # -- requests at any time --------------------------------------------------------------------------
 
 
+def test_a_request_without_an_id_gets_one_that_nobody_has(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1, max_tokens=3)
+    names = [engine.add_request(Request("The wolf", id=name)) for name in ("1", None, "4", None)]
+    names += [engine.add_request("A king") for _ in range(2)]
+    assert len({*names}) == 6 and results_of(run(engine)).keys() == {*names}
+
+
 def test_id_is_free_again_and_abort_of_an_unknown_one_does_nothing(ctx: Context) -> None:
     engine = Engine(ctx, seed=1, max_tokens=3)
     for reason in ("length", "cancelled", "length"):

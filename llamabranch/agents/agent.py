@@ -37,8 +37,6 @@ from .threads import event_loop, threaded
 from .tools import Settings, Tool, agent_tool, fork_tool, tool_of
 from .turns import Turns
 
-__all__ = ["Agent", "conduct"]
-
 T = TypeVar("T", default=object)
 Tasks = list[str] | tuple[str, ...]
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")

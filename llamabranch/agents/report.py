@@ -12,8 +12,6 @@ from ..errors import LlamaBranchError, ParseError
 from ..model.tools import ToolCall
 from ..sampling.grammar import Grammar
 
-__all__ = ["AgentStats", "Report", "Step"]
-
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
 

@@ -31,8 +31,6 @@ from .threads import all_done, threaded
 from .tools import MOST_FORKS, Refused, Settings, Tool, fork, shortened, text_of
 from .turns import Messages
 
-__all__ = ["AgentPath", "Session", "asked", "paths"]
-
 _LAST = "That was the last call. Use the results to answer the question."
 _LONG_TASK = 200  # a task of more characters is not repeated before the last turn
 _ROOM = 256  # tokens and cells kept for the last turn, or an eighth of max_tokens if that is less

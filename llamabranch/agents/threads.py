@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from ..errors import ClosedError, in_thread
 
-__all__ = ["all_done", "event_loop", "threaded"]
-
 T = TypeVar("T")
 _POLL_S = 0.1
 _CANCELLED = "a function has cancelled the tasks of its event loop"

@@ -20,19 +20,6 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .turns import Turns
 
-__all__ = [
-    "MOST_FORKS",
-    "Refused",
-    "Settings",
-    "Tool",
-    "agent_tool",
-    "fork",
-    "fork_tool",
-    "shortened",
-    "text_of",
-    "tool_of",
-]
-
 MOST_FORKS = 16
 _TOLD = 300  # characters of the reason for which arguments were refused
 

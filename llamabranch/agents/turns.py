@@ -13,8 +13,6 @@ from ..model.thoughts import ThinkingChoice, thinking_variables
 from ..model.tools import Tools, conversation
 from ..sampling.grammar import Grammar, turn_grammar
 
-__all__ = ["Messages", "Turns"]
-
 _CALL = re.compile(r'"name"\s*:\s*"[^"]*"\s*,?\s*"(arguments|parameters)"')
 _LONG = 1000  # characters of a message that is rendered again after each turn
 Messages = Sequence[Mapping[str, object]]

@@ -15,8 +15,6 @@ from ..run.drafting import Drafting
 from ..run.solo import Solo
 from ..sampling.constraint import ConstraintState
 
-__all__ = ["Generation"]
-
 
 class Generation:
     """A running generation: an iterator of :class:`Produced`, with the text and tokens so far.

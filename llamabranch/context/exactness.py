@@ -18,8 +18,6 @@ from ..model import Model
 from .params import EXACT_KV_TYPES, ContextParams
 from .runner import Batch, Runner, decode_run
 
-__all__ = ["most_exact_rows", "why_not_exact"]
-
 _SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
 _ALONE = 9  # rows that are decoded one by one
 _MOST_LISTED = 17  # sizes are tried one by one up to here to find which are exact

@@ -26,9 +26,6 @@ from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadWatch
 
-__all__ = ["Capabilities", "open_native"]
-
-
 _MOST_OFF = 20  # rounding may change logits by at most 1/20 of what another token changes
 _ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo; their states may take 1/8 of the memory
 _OF_HEAD = "a head only drafts"

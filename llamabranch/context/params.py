@@ -18,15 +18,6 @@ from ..native.context import (
 )
 from ..native.library import available_cores, max_sequences
 
-__all__ = [
-    "DEFAULT_N_CTX",
-    "EXACT_KV_TYPES",
-    "MOST_WITH_PREFIXES",
-    "ContextOptions",
-    "ContextParams",
-    "warn_of_length",
-]
-
 DEFAULT_N_CTX = 2048
 # Another sequence costs nothing in a shared attention cache, but its own memory elsewhere. With
 # nine sequences a branch can have eight forks.

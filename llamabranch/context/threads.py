@@ -12,8 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["ThreadWatch"]
-
 _EVERY, _SLOW_S = 8, 0.02  # one in 8 decodes is timed, and each one after a slow one
 _LAP, _LAP_S = 4, 1.0  # decodes are compared in laps of this many, or of this many seconds
 _IDLE = 0.8  # threads on idle cores get at least this share of them

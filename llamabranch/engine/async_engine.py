@@ -33,8 +33,6 @@ from ..speculative.combined import DrafterChoice
 from .completion import Call, Conversations, Messages, Prompts
 from .engine import Engine, Target
 
-__all__ = ["AsyncEngine"]
-
 T = TypeVar("T", default=object)
 _On: TypeAlias = Literal[True]
 _Off: TypeAlias = Literal[False]

@@ -27,10 +27,6 @@ from ..sampling.params import check_names
 from ..speculative import Drafter
 from ..speculative.combined import DrafterChoice, auto_drafter
 
-__all__ = [
-    "Call", "ChatCallOptions", "Conversations", "Events", "Messages", "Prompts", "TextCallOptions", "run",
-]  # fmt: skip
-
 Messages = Sequence[Message]
 Conversations = Sequence[Sequence[Message]]
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations

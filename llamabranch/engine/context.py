@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     )
     from .engine import Engine
 
-__all__ = ["Context"]
-
 T = TypeVar("T", default=object)
 
 

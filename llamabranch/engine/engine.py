@@ -35,8 +35,6 @@ from ..speculative.combined import DrafterChoice, auto_drafter
 from .context import Context
 from .stream import RequestStream
 
-__all__ = ["Engine", "Target"]
-
 Target = AnyContext | Model | str | os.PathLike[str]
 _PARALLEL = 8  # texts at a time, if the engine opens the context; each has its part of the cache
 

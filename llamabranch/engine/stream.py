@@ -13,8 +13,6 @@ from ..request.result import Event, Result
 from ..run.client import Client
 from ..run.job import Job
 
-__all__ = ["RequestStream"]
-
 
 class RequestStream:
     """Runs the requests of one call.

@@ -11,8 +11,6 @@ from .drafter import Drafter, DraftLength, FixedLength
 from .length import AutoLength
 from .verify import RULES, Rule
 
-__all__ = ["SpeculativeConfig", "draft_length"]
-
 
 @dataclass(frozen=True)
 class SpeculativeConfig:

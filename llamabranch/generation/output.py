@@ -10,8 +10,6 @@ from ..arguments import whole
 from ..context.logits import Alternative
 from ..model import NO_TOKEN, StopStrings
 
-__all__ = ["OutputBuffer", "Produced"]
-
 
 class Produced(NamedTuple):
     """A token that a branch, a generation or an engine emits.

@@ -10,8 +10,6 @@ from ..model import Model
 from ..model.thoughts import Thinking
 from .output import OutputBuffer, Produced
 
-__all__ = ["AnswerBuffer", "Thought", "ThoughtBuffer", "forced_token", "named_text", "token_text"]
-
 
 class Thought(NamedTuple):
     """A thought that has ended.

@@ -22,8 +22,6 @@ from ..model import Message, Model
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 
-__all__ = ["LineFields", "RequestFields", "SamplingFields", "TextFields", "line_of"]
-
 _ID = re.compile(r"-?[0-9]+")
 # Fields of OpenAI's API that do not change the text.
 _IGNORED = {

@@ -12,20 +12,6 @@ from ..generation.output import Produced
 from ..model import Model, Turn
 from ..model.tools import openai_call
 
-__all__ = [
-    "End",
-    "Vocabulary",
-    "answer_message",
-    "called",
-    "chat_choice",
-    "completion_choice",
-    "end_reason",
-    "head",
-    "named_piece",
-    "named_pieces",
-    "usage",
-]
-
 _LOWEST = -9999.0  # stands for minus infinity, as in OpenAI's API
 
 

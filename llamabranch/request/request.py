@@ -30,10 +30,6 @@ from ..sampling.grammar import Grammar, turn_grammar
 from ..sampling.params import check_names, settings_of
 from .fields import line_of
 
-__all__ = [
-    "AnyRequest", "ChatOptions", "Plan", "Request", "Requests", "TextOptions", "as_request", "identity",
-]  # fmt: skip
-
 T = TypeVar("T", default=object)  # the type of parsed values
 
 _MOST_TEXTS = 100_000  # of one request; each text takes a few kilobytes as soon as it is queued

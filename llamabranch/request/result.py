@@ -31,8 +31,6 @@ from .openai import (
     usage,
 )
 
-__all__ = ["EngineStats", "Event", "Result"]
-
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
 

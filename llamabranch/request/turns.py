@@ -11,8 +11,6 @@ from ..generation.thought import token_text
 from ..model import NO_TOKEN, Model, Turn, TurnEvent
 from ..model.tools import Tools
 
-__all__ = ["TurnPieces", "shown_pieces"]
-
 
 def shown_pieces(token: Produced | None, events: Sequence[TurnEvent]) -> list[Produced]:
     """Return a token with the text of its own kind in the events; texts of other kinds come before it.

@@ -15,8 +15,6 @@ from .core import Core, core_of
 from .drafting import Drafting
 from .job import Caller, Job
 
-__all__ = ["Client"]
-
 
 class Client(Caller):
     """Asks for texts of a context, and takes their events.

@@ -30,8 +30,6 @@ from .running import RunningText
 from .scheduler import Scheduler
 from .step import Step
 
-__all__ = ["Core", "core_of"]
-
 _POLL_S = 0.02  # how often to check whether others have freed a sequence
 _MOST_STUCK = 99  # steps without progress
 _making = forkable_lock()  # of a context's core

@@ -17,8 +17,6 @@ from ..generation.drafter import (
 from ..generation.text import Text
 from ..native.handle import forkable_lock
 
-__all__ = ["Drafting"]
-
 _stats_lock = forkable_lock()  # for the totals of all callers
 
 

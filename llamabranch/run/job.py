@@ -39,8 +39,6 @@ from ..sampling.params import settings_of
 from .drafting import Drafting
 from .running import RunningText
 
-__all__ = ["Caller", "Choice", "Job", "State", "Told"]
-
 _numbers = count()  # of all jobs
 Key = tuple[int, int, int]  # (priority, number of the request, sample), in the order of admission
 

@@ -26,8 +26,6 @@ from ..generation.verify import Plan, RoundTrace, Rule
 from ..model import token_list
 from .drafting import Drafting
 
-__all__ = ["PLAIN", "RunningText"]
-
 PLAIN = Round(NO_DRAFT)  # the outcome of a step without a draft
 _MOST_PLAIN = 64  # plain steps that are reported together
 

@@ -15,8 +15,6 @@ from ..generation.text import Text
 from ..model.text import n_common
 from .job import Caller, Choice, Job, Key, State, Told
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Keeps the queue and the choices that hold a sequence.

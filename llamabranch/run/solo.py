@@ -13,8 +13,6 @@ from .drafting import Drafting
 from .running import RunningText
 from .step import run_round
 
-__all__ = ["Solo"]
-
 
 class Solo:
     """Generates one text by itself and gives out one token at a time.

@@ -29,8 +29,6 @@ from ..generation.text import Text
 from .drafting import Drafting
 from .running import PLAIN, RunningText
 
-__all__ = ["Reader", "Step", "run_round"]
-
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Beams", "Candidate", "best_tokens"]
-
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 

@@ -16,8 +16,6 @@ from .result import SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
 from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
 
-__all__ = ["best_of_n"]
-
 
 def best_of_n(
     branch: Branch,

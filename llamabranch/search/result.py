@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from ..errors import UsageError
 
-__all__ = ["Hypothesis", "SearchResult", "SearchStats"]
-
 
 @dataclass(frozen=True)
 class Hypothesis:

@@ -21,8 +21,6 @@ from ..run.job import Job
 from ..speculative import Drafter, SpeculativeConfig
 from .result import Hypothesis, SearchStats
 
-__all__ = ["hypothesis", "logprobs", "sample"]
-
 
 def logprobs(text: Result) -> list[float]:
     """Return log p of the tokens of a text, with that of an EOG token that ended it, nats."""

@@ -9,8 +9,6 @@ from ..generation.drafter import checked_drafter
 from ..sampling import SamplingParams
 from ..speculative import Drafter
 
-__all__ = ["MOST_TEXTS", "check_room", "check_start", "first_seed", "token_limit"]
-
 MOST_TEXTS = 100_000  # of one search; each takes a few kilobytes, as in an engine's request
 _MOST_TOKENS = 2**31 - 1
 

@@ -21,8 +21,6 @@ from .result import Hypothesis, SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
 from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
 
-__all__ = ["vote"]
-
 Answer = str | float  # bool is a number
 
 _NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d*)?([eE][+-]?\d+)?")

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Scope
 
-__all__ = ["Front", "application"]
-
 _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
     "POST /v1/completions": completions.completions,
     "POST /v1/chat/completions": completions.chat,

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-__all__ = [
-    "ChatFields", "CompletionFields", "chat", "completions",
-]  # fmt: skip
-
 _DEFAULT_TOKENS = 16
 
 

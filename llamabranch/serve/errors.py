@@ -7,8 +7,6 @@ import re
 
 from .. import errors
 
-__all__ = ["HttpError", "http_error"]
-
 _log = logging.getLogger("llamabranch.serve")
 _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",

@@ -20,8 +20,6 @@ from ..run.job import Job
 from .errors import HttpError
 from .service import Service
 
-__all__ = ["HttpFields", "Prompt", "Top", "prepared", "prompt_tokens"]
-
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
 
 _Parts = Annotated[list[int | str], Meta(min_length=1)]

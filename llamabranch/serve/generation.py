@@ -23,8 +23,6 @@ from .service import Service
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-__all__ = ["Update", "Writer", "all_texts", "answer", "updates", "usage"]
-
 F = TypeVar("F", bound=HttpFields)
 
 

@@ -18,8 +18,6 @@ from starlette.requests import ClientDisconnect  # noqa: E402
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Limits"]
-
 
 class Limits:
     """Middleware: refuses requests, and ends those whose client has gone or does not read.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-__all__ = ["EventStream", "event_stream", "json_of", "reply"]
-
 T = TypeVar("T")
 
 

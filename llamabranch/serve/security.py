@@ -20,8 +20,6 @@ from starlette.routing import Router  # noqa: E402
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-__all__ = ["Guard", "cors", "sends_key"]
-
 _PUBLIC = {"/health", "/v1/health"}  # without a key
 _LOCAL = r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?"  # the pages of this machine
 

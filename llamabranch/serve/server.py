@@ -18,8 +18,6 @@ from .settings import ServeSettings
 require_server()
 import uvicorn  # noqa: E402
 
-__all__ = ["Server"]
-
 _MOST_BYTES = 128 << 10  # of headers, chunk extensions and trailers
 _SEND_BYTES = 128 << 10
 _IDLE_S = 75  # how long a connection may be idle between two requests

@@ -15,8 +15,6 @@ from ..sampling import SamplingParams
 from .errors import HttpError
 from .settings import ServeSettings
 
-__all__ = ["Service"]
-
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
 _LONG_TEXT = 4096  # characters; tokenizing a longer text would block the event loop
 

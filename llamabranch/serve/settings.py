@@ -9,8 +9,6 @@ from ..arguments import whole
 from ..errors import ConfigError
 from ..sampling import SamplingParams
 
-__all__ = ["ServeSettings", "is_loopback"]
-
 
 @dataclass(frozen=True)
 class ServeSettings:

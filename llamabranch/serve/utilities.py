@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["health", "models", "tokenize", "tokenizer_info"]
-
 
 async def health(call: Request, service: Service) -> Response:
     """Tell that the server answers."""

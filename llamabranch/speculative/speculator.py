@@ -19,8 +19,6 @@ from ..run.solo import Solo
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 
-__all__ = ["InferenceSession", "Speculator"]
-
 
 class Speculator:
     """Continues prompts or branches of ``target`` by speculative decoding with ``drafter``.

@@ -665,7 +665,7 @@ class Choice:
             seed=self._seed,
             stats=self.stats,
             num_prompt_tokens=self.n_prompt,
-            cached=self.n_cached or 0,
+            cached=min(self.n_cached or 0, self.n_prompt),
             num_preemptions=self.num_preemptions,
             stop_reason=self.output.stop_reason,
             error=error,

@@ -121,6 +121,7 @@ def test_texts_of_one_thought_answer_as_if_they_were_alone(
     assert shared.choices[0].tokens == alone.tokens
     prompt = opened_prompt(ctx)
     for choice in shared.choices:
+        assert 0 <= choice.cached <= choice.num_prompt_tokens  # its thought is no prompt
         left = 30 - choice.n_thought_tokens
         assert choice.text == after(ctx, choice, prompt, max_tokens=left)
     assert len({choice.text for choice in shared.choices}) > 1

@@ -784,7 +784,8 @@ class User:
     def finish(self) -> None:
         """Close everything."""
         for pieces in self.open:
-            pieces.close()
+            with self.surviving():  # an interrupt may be left
+                pieces.close()
         for engine in [*self.engines]:
             self.close_engine(engine)
         self.chat.close()

@@ -124,7 +124,7 @@ class Engine:
         self.stats = EngineStats()
         self.client = self.new_client()
         weakref.finalize(self, self.client.close).atexit = False
-        self._adding = threading.Lock()
+        self._adding = threading.RLock()
         self._n_added = 0
         self._is_closed = False
         # Every call of ``stream`` asks for itself, with its own ids. A stream that is

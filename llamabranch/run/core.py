@@ -85,7 +85,7 @@ class Core:
         self._is_interrupted = False  # True in a step, and after one that an exception ended
         # The choices whose prompt the running decode reads, its thread, and whether a caller has
         # stopped it.
-        self._stopping = threading.Lock()
+        self._stopping = threading.RLock()  # a handler of a signal may abort too
         self._reading: Sequence[Choice] = ()
         self._thread = 0
         self._has_stopped = False

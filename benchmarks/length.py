@@ -338,7 +338,7 @@ def _report(label: str, runs: Mapping[str, Rates]) -> dict[str, Any]:
     }  # fmt: skip
     results: dict[str, Any] = {"best_bare": best, "runs": runs}
     for key, caption, spreads, digits in (
-        ("tokens_per_s", "Tokens a second", rates, 1),
+        ("tokens_per_second", "Tokens a second", rates, 1),
         ("ratios", "Over the best bare loop, within a turn", ratios, 2),
     ):
         table(

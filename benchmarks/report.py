@@ -123,7 +123,7 @@ def pm(spread: Spread, digits: int = 2) -> str:
 def series_json(series: Series, base: Series) -> JSON:
     """Return a contestant's speed, its ratio to ``base``, and its statistics."""
     return {
-        "tokens_per_s": series.rate.as_dict(),
+        "tokens_per_second": series.rate.as_dict(),
         "ratio": series.ratio(base).as_dict(),
         "runs": series.rates,
         "n_tokens": series.total.n_tokens,

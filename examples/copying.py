@@ -32,7 +32,7 @@ def main() -> None:
             print(
                 f"{name:20}{stats.num_drafts:8}{stats.num_draft_tokens:9}"
                 f"{stats.num_accepted_tokens:10}{stats.target_forward_passes:9}"
-                f"{result.tokens_per_s:9.0f}"
+                f"{result.tokens_per_second:9.0f}"
             )
         same = len(set(texts.values())) == 1
         print(f"the same text every time: {'yes' if same else 'no'}\n")

@@ -29,8 +29,8 @@ def main() -> None:
         for speculator in (speculative, baseline):
             run(speculator)  # warm up
         pairs = [(run(speculative), run(baseline)) for _ in range(N_RUNS)]
-        fast = statistics.median(fast.tokens_per_s for fast, _ in pairs)
-        slow = statistics.median(slow.tokens_per_s for _, slow in pairs)
+        fast = statistics.median(fast.tokens_per_second for fast, _ in pairs)
+        slow = statistics.median(slow.tokens_per_second for _, slow in pairs)
         (drafted, plain), stats = pairs[-1], pairs[-1][0].stats
 
         print(PROMPT + drafted.text)

@@ -154,7 +154,7 @@ def fit(
             speed = (n_tokens - marked_tokens) / (now - marked)
             report(
                 {"step": step, "minutes": (now - began) / 60, "loss": float(recent) / n_recent}
-                | {"rate": share, "tokens": n_tokens, "tokens_s": speed, "length": length}
+                | {"rate": share, "tokens": n_tokens, "tokens_per_second": speed, "length": length}
             )
             recent, n_recent, marked, marked_tokens = torch.zeros(()), 0, now, n_tokens
         if step % args.eval_every == 0:

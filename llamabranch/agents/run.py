@@ -369,7 +369,7 @@ class AgentPath:
             raise _Ended("cancelled")
         if reader is not None and streams:
             self._tell_pieces(reader.finish())
-        self._count(result, len(prompt))
+        self._count(result)
         return result, perf_counter() - begun
 
     def _tell_event(self, event: Event, reader: TurnReader | None) -> None:
@@ -388,15 +388,14 @@ class AgentPath:
             if event.kind in ("content", "thought"):
                 self._tell_piece("text" if event.kind == "content" else "thought", event.text)
 
-    def _count(self, result: Result, n_prompt: int) -> None:
+    def _count(self, result: Result) -> None:
         self._tokens = [*self._tokens, *result.tokens]
         self._exact = self._exact and result.exact
-        cached = result.num_cached_tokens
-        self._stats.evaluated += n_prompt - cached
-        self._stats.cached += cached
-        self._stats.reread += max(0, min(self._n_evaluated, n_prompt) - cached)
-        self._stats.generated += len(result.tokens)
-        self._n_left -= len(result.tokens)
+        self._stats.evaluated += result.evaluated
+        self._stats.cached += result.cached
+        self._stats.reread += max(0, min(self._n_evaluated - result.cached, result.evaluated))
+        self._stats.generated += result.generated
+        self._n_left -= result.generated
         self._n_evaluated = len(self._tokens) - (result.finish_reason != "stop")
 
     def _add(self, prompt: Sequence[int], text: str = "") -> None:

@@ -117,4 +117,4 @@ def measure(
 def _generate(speculator: Speculator, text: Branch, n_tokens: int) -> float:
     """Continue ``text``; return tokens a second."""
     generation = speculator.generate(text, max_tokens=n_tokens).finish()
-    return generation.tokens_per_s if generation.tokens else math.nan
+    return generation.tokens_per_second if generation.tokens else math.nan

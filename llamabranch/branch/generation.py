@@ -86,7 +86,7 @@ class Generation:
         return self._output.elapsed_s
 
     @property
-    def tokens_per_s(self) -> float:
+    def tokens_per_second(self) -> float:
         """Tokens per second of ``elapsed_s``; nan before the first token."""
         n = len(self._output.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")

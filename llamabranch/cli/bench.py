@@ -72,7 +72,7 @@ def bench(
             "drafters": list(names[1]),
             "machine": machine.as_dict(),
             "interrupted": not complete,
-            "tokens_a_second": {name: asdict(each) for name, each in speeds.items()},
+            "tokens_per_second": {name: asdict(each) for name, each in speeds.items()},
             "fastest": flags,
         }
     )

@@ -68,6 +68,7 @@ def report(
     counts = stats.speculative
     iterations = counts.num_drafts + counts.num_plain_steps
     drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
+    rate = stats.tokens_per_second if compared is None else median(compared.drafted)
     figures: dict[str, Any] = {
         "iterations": iterations,
         "drafted": drafted,
@@ -76,18 +77,18 @@ def report(
         "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
         "decodes_of_target": stats.target_forward_passes,
         "decodes_of_draft": stats.draft_forward_passes,
-        "tokens_a_second": stats.tokens_per_s if compared is None else median(compared.drafted),
+        "tokens_per_second": rate,
     }
     rows = {name.replace("_", " "): cell(value) for name, value in figures.items()}
     if drafted:
         rows["accept rate"] = f"{accepted / drafted * 100:.0f} % ({accepted} of {drafted})"
     rows["tokens a pass"] = number(figures["tokens_a_pass"], 2)
-    rows["tokens a second"] = number(figures["tokens_a_second"], 1)
+    rows["tokens per second"] = number(rate, 1)
     if compared is not None:
         ratio, (low, high) = compared.speed_up, compared.range
         plain, parting = median(compared.plain), compared.parting
         figures |= {
-            "plain_tokens_a_second": plain,
+            "plain_tokens_per_second": plain,
             "speed_up": ratio,
             "speed_up_range": [low, high],
             "texts_equal": parting is None,

@@ -120,7 +120,7 @@ def _run(
     console.progress("")
     figures: dict[str, Any] = {}
     if not console.silent:
-        rate = "" if speculates else f"{number(stats.tokens_per_s, 1)} a second"
+        rate = "" if speculates else f"{number(stats.tokens_per_second, 1)} a second"
         console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))
     if speculates:
         drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1])

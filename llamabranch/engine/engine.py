@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import cast
 
 from ..arguments import bounded, function, instance, whole
@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..hub import resolve
 from ..model import Model
-from ..request.request import AnyRequest, Requests, as_request, identity
+from ..request.request import AnyRequest, Request, Requests, as_request, identity
 from ..request.result import EngineStats, Event, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
@@ -123,8 +123,7 @@ class Engine:
         self.drafter, self.config = self._drafting.drafter, self._drafting.config
         self.stats = EngineStats()
         self.client = self.new_client()
-        weakref.finalize(self, self.client.close).atexit = False
-        self._adding = threading.RLock()
+        self._adding = threading.RLock()  # a handler of a signal may abort too
         self._n_added = 0
         self._is_closed = False
         # Every call of ``stream`` asks for itself, with its own ids. A stream that is
@@ -161,6 +160,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """Free the sequences of a forgotten engine, which functions of its requests may refer to."""
+        with suppress(Exception):
+            self.client.close()
 
     # -- requests at any time ------------------------------------------------------------------------
 
@@ -206,7 +210,9 @@ class Engine:
         if isinstance(request, Job):
             return request
         with self._adding:
-            name = identity(request, self._n_added)
+            has_id = isinstance(request, Request) and request.id is not None
+            while (name := identity(request, self._n_added)) in self.client.jobs and not has_id:
+                self._n_added += 1
             self._check_addable(name)
             seed = self._draw_seed()
             job = Job(as_request(request), name, self.client, seed, reports_tokens=reports_tokens)

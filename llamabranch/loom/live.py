@@ -430,9 +430,8 @@ class Live:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
-        n_read = result.num_prompt_tokens - result.num_cached_tokens
-        read = max(0, n_read - max(1, node.n_given))
-        ended = Ended(id=node.id, reason=reason, read=read, cached=result.num_cached_tokens)
+        read = max(0, result.evaluated - max(1, node.n_given))
+        ended = Ended(id=node.id, reason=reason, read=read, cached=result.cached)
         self.add(ended)
         rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
         self.emit("end", {

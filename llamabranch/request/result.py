@@ -56,8 +56,8 @@ class Result(Generic[T]):
         emitted: the tokens with their text, log-probability and other numbers.
         end: the EOG token that ended it; None if something else did.
         num_prompt_tokens: the number of tokens of the prompt.
-        num_cached_tokens: how many of them were already in the cache when the text was first
-            admitted, and were not processed again.
+        cached: how many of them were already in the cache when the text was first admitted, and
+            were not processed again.
         num_preemptions: how often it lost its cells and was processed again.
         stop_reason: the stop string or stop token that ended it; None if an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
@@ -84,7 +84,7 @@ class Result(Generic[T]):
     seed: int
     stats: SpeculativeStats
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
+    cached: int = 0
     num_preemptions: int = 0
     stop_reason: str | int | None = field(default=None, compare=False)
     error: LlamaBranchError | None = None
@@ -111,6 +111,16 @@ class Result(Generic[T]):
         self.written = named_text(model, self.text, tokens, is_cut=is_cut)
         if self._is_all_thought:
             self.written = self.thought
+
+    @property
+    def evaluated(self) -> int:
+        """How many tokens of the prompt were read: all but those that were ``cached``."""
+        return 0 if self.queued_s is None else max(0, self.num_prompt_tokens - self.cached)
+
+    @property
+    def generated(self) -> int:
+        """How many tokens were generated, thought and answer together."""
+        return len(self.tokens)
 
     @property
     def is_cut(self) -> bool:
@@ -223,9 +233,9 @@ class Result(Generic[T]):
                 offsets = [*accumulate((len(token.text) for token in scored), initial=0)][:-1]
                 lists = words.completion_logprobs(pairs, offsets) if each.pieces else None
                 choices.append(completion_choice(i, each.text, end, lists))
-        n_generated = sum(len(each.tokens) for each in results)
+        n_generated = sum(each.generated for each in results)
         n_thought = sum(each.n_thought_tokens for each in results)
-        counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens, n_thought)
+        counts = usage(self.num_prompt_tokens, n_generated, self.cached, n_thought)
         return {**head(*kind, self.model), "choices": choices, "usage": counts}
 
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
@@ -333,16 +343,16 @@ class EngineStats:
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     @property
-    def tokens_per_s(self) -> float:
+    def tokens_per_second(self) -> float:
         """Generated tokens per second of the engine's running time; nan before the first run."""
         return self.generated_tokens / self.elapsed_s if self.elapsed_s else float("nan")
 
     def as_dict(self) -> dict[str, object]:
         """Return all counts and times as JSON types."""
         known = {k: v for k, v in self.__dict__.items() if k != "speculative"}
-        rate = self.tokens_per_s
+        rate = self.tokens_per_second
         return {
             **known,
-            "tokens_per_s": None if rate != rate else rate,
+            "tokens_per_second": None if rate != rate else rate,
             **{k: v for k, v in self.speculative.as_dict().items() if not k.endswith("_passes")},
         }

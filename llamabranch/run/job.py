@@ -667,7 +667,7 @@ class Choice:
             seed=self._seed,
             stats=self.stats,
             num_prompt_tokens=self.n_prompt,
-            num_cached_tokens=self.n_cached or 0,
+            cached=self.n_cached or 0,
             num_preemptions=self.num_preemptions,
             stop_reason=self.output.stop_reason,
             error=error,

@@ -216,7 +216,7 @@ def usage(texts: Sequence[Update]) -> dict[str, object]:
     results = [text.result for text in texts]
     prompts = [result for result in results if result.sample == 0]
     n_prompt = sum(result.num_prompt_tokens for result in prompts)
-    n_completion = sum(len(result.tokens) for result in results)
-    n_cached = sum(result.num_cached_tokens for result in prompts)
+    n_completion = sum(result.generated for result in results)
+    n_cached = sum(result.cached for result in prompts)
     n_thought = sum(result.n_thought_tokens for result in results)
     return {"usage": usage_of(n_prompt, n_completion, n_cached, n_thought)}

@@ -51,13 +51,13 @@ def of_drafts(results: dict[str, Any]) -> None:
 
 def of_length(results: dict[str, Any]) -> None:
     (result,) = results.values()
-    bare = {name for name in result["tokens_per_s"] if name.startswith("bare")}
+    bare = {name for name in result["tokens_per_second"] if name.startswith("bare")}
     contexts = {"default", "plain", "exact"}
-    assert set(result["tokens_per_s"]) == contexts | bare and len(bare) == 4
-    for rates in result["tokens_per_s"].values():
+    assert set(result["tokens_per_second"]) == contexts | bare and len(bare) == 4
+    for rates in result["tokens_per_second"].values():
         assert all(rate["median"] > 0 for rate in rates.values())
     for figure, best in result["best_bare"].items():
-        medians = {name: result["tokens_per_s"][name][figure]["median"] for name in bare}
+        medians = {name: result["tokens_per_second"][name][figure]["median"] for name in bare}
         assert medians[best] == max(medians.values())
         turns = zip(result["runs"]["default"][figure], result["runs"][best][figure], strict=True)
         ratios = sorted(ours / theirs for ours, theirs in turns)

@@ -31,9 +31,9 @@ def test_bench_measures_each_setting_and_length_that_fits_and_names_flags_that_w
     assert processor in " ".join(result.stdout.split())
     answer = commands.answer("bench", *SMALL, "-r", "2", "-ctk", "f16")
     assert set(answer) == {
-        *("model", "drafters", "machine", "interrupted", "tokens_a_second", "fastest")
+        *("model", "drafters", "machine", "interrupted", "tokens_per_second", "fastest")
     }
-    settings = answer["tokens_a_second"]
+    settings = answer["tokens_per_second"]
     assert set(settings) - {"-S exact=true"} == {"-fa 1", "-fa 0"}
     for speeds in settings.values():
         for name in ("read", "plain", "drafted"):
@@ -45,14 +45,14 @@ def test_bench_measures_each_setting_and_length_that_fits_and_names_flags_that_w
 
 def test_what_is_set_is_not_varied_and_any_drafter_or_memory_is_measured(tmp_path: Path) -> None:
     answer = commands.answer("bench", *SMALL, *SET, "-md", "none", "-c", "512")
-    ((name, speeds),) = answer["tokens_a_second"].items()
+    ((name, speeds),) = answer["tokens_per_second"].items()
     assert list(speeds["read"]) == ["8", "40"]  # 6,000 tokens do not fit
     assert speeds["drafted"] == {} and "-md" not in answer["fastest"] and name == "as set"
     path = str(write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes"))
     for more in (("--draft", "suffix+tale-draft"), ("--target", path, "--draft", path)):
         answer = commands.answer("bench", *SMALL, *SET, *more)
         assert answer["drafters"] == more[-1].split("+")
-        assert all(speeds["drafted"] for speeds in answer["tokens_a_second"].values())
+        assert all(speeds["drafted"] for speeds in answer["tokens_per_second"].values())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")

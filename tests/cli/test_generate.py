@@ -24,7 +24,7 @@ REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
 # The names of the statistics of speculate, in order, and those that --compare adds.
 STATISTICS = (
     "iterations", "drafted", "accepted", "accept rate", "tokens a pass", "decodes of target",
-    "decodes of draft", "tokens a second",
+    "decodes of draft", "tokens per second",
 )  # fmt: skip
 COMPARED = ("speed-up", "texts equal")
 
@@ -79,7 +79,7 @@ def test_one_text_is_streamed_and_coloured_by_source_on_a_terminal() -> None:
     assert run("speculate", *arguments).stdout == text + "\n"
     terminal = run("speculate", *arguments, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1")
     assert terminal.stdout.startswith("A prince" + text + "\n\n")
-    assert "tokens a second" in terminal.stderr and ESCAPE not in terminal.stdout
+    assert "tokens per second" in terminal.stderr and ESCAPE not in terminal.stdout
     colored = run("speculate", *arguments, FORCE_COLOR="1", TERM="xterm-256color").stdout
     assert "drafted and accepted" in colored
     assert "\x1b[32m" in colored and "\x1b[33m" in colored  # drafted: green; corrected: yellow
@@ -117,8 +117,8 @@ def test_speculate_always_drafts_and_says_how_well_in_words_on_fourteen_lines(
         number = r"\d+\.\d\d"
         assert re.match(rf"{number} \({number} to {number}\); plain decoding: ", rows["speed-up"])
         assert rows["texts equal"] == "yes" and report["texts_equal"] is True
-        plain = report["plain_tokens_a_second"]
-        assert report["speed_up"] == pytest.approx(report["tokens_a_second"] / plain)
+        plain = report["plain_tokens_per_second"]
+        assert report["speed_up"] == pytest.approx(report["tokens_per_second"] / plain)
         low, high = report["speed_up_range"]
         assert 0 < low <= high
 

@@ -16,7 +16,7 @@ from self_signal import signalled
 TIMEOUT_S = 600  # for a machine that is busy with other things
 MODEL = ("-m", "tale-target", "-t", "1")
 LONG = ["speculate", *MODEL, "-n", "100000", *ENDLESS, "-c", "16384"]
-STATISTICS = ("iterations", "accepted", "accept rate", "tokens a second")
+STATISTICS = ("iterations", "accepted", "accept rate", "tokens per second")
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -164,7 +164,7 @@ def test_kept_texts_take_sequences_until_others_need_them(
         (result,) = engine.generate([request])
         assert result.tokens == alone(other_ctx, request, result.seed)
         n_rules = len(kept.tokenize(rules)) - 1  # the last one is another token before a word
-        assert result.num_cached_tokens >= (n_rules if i else 0)
+        assert result.cached >= (n_rules if i else 0)
     requests = [Request(p, max_tokens=9, sampling=WARM) for p in PROMPTS]  # on all sequences
     for request, result in zip(requests, engine.generate(requests), strict=True):
         assert result.tokens == alone(other_ctx, request, result.seed)
@@ -187,6 +187,6 @@ def test_chats_on_all_sequences_go_on_in_their_own(kept: Context, other_ctx: Con
         n_read = len(chats[0]) - 3 if turn else 0  # but the new ones, and the last one drawn
         for i, result in enumerate(engine.generate(requests)):
             assert result.tokens == alone(other_ctx, requests[i], result.seed)
-            assert result.num_cached_tokens == n_read
+            assert result.cached == n_read
             chats[i] += [*result.tokens, 20, 21]
         assert (len(kept.prefix_cache), kept.usage().cells_used, kept.n_seq_free) == (3, 0, 3)

@@ -334,8 +334,8 @@ def test_defaults_are_those_of_complete(target: lb.Model) -> None:
             all_results = [results[0] for results in asyncio.run(main())]
             assert [result.tokens for result in all_results] == plain * 2
             assert all(result.stats.num_draft_tokens for result in all_results)
-            assert all_results[0].num_cached_tokens == 0
-            assert bool(all_results[3].num_cached_tokens) == (not more)
+            assert all_results[0].cached == 0
+            assert bool(all_results[3].cached) == (not more)
             own = AsyncEngine(ctx)
             assert own.engine.config.rule == "seeded" and own.engine.config.draft_k == "auto"
             own.shut_down()

@@ -119,8 +119,10 @@ def test_a_prompt_is_read_once_and_branches_go_on(ctx: Context) -> None:
         before = branch.tokens
         first = ctx.complete(long, max_tokens=8, **WARM)
         second = ctx.complete(long + first.text, max_tokens=8, **WARM)
-        assert first.num_cached_tokens == 0 and second.num_cached_tokens >= n
-        assert ctx.complete(long, max_tokens=8, **WARM).num_cached_tokens == n - 1
+        assert first.cached == 0 and second.cached >= n
+        third = ctx.complete(long, max_tokens=8, **WARM)
+        assert (first.evaluated, first.generated) == (n, len(first.tokens))
+        assert (third.cached, third.evaluated, third.generated) == (n - 1, 1, len(third.tokens))
         assert branch.tokens == before and ctx.n_seq_free == ctx.n_seq_max - 2
         text = "".join(token.text for token in branch.generate(12))
     ctx.kv_cache_clear()

@@ -89,7 +89,7 @@ def test_part_of_a_prompt_is_rated_as_in_the_whole(target: lb.Model) -> None:
             result = one(ctx, request)
             assert result.prompt_logprobs == [None] * start + whole[start:]
             if start > 8:
-                assert result.num_cached_tokens == start - 1
+                assert result.cached == start - 1
 
 
 def test_tokens_that_end_a_text(ctx: Context) -> None:

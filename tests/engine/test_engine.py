@@ -262,13 +262,13 @@ def test_engine_waits_while_others_are_at_work_and_no_longer(
         assert [(r.id, r.sample) for r in results] == [("0", 0), ("1", 0), ("1", 1), ("2", 0)]
         kinds = (CacheFullError, *[SequencesExhaustedError] * 3)  # what never fits does not wait
         for result, kind in zip(results, kinds, strict=True):
-            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert (result.finish_reason, result.tokens, result.evaluated) == ("capacity", [], 0)
             assert isinstance(result.error, kind) and result.error.hint
         assert waits == n_waits
     (result,) = generate(
         ["text"], math.inf, lambda engine, n: engine.abort("0") if n == 5 else None
     )
-    assert (result.finish_reason, result.error) == ("cancelled", None)
+    assert (result.finish_reason, result.error, result.evaluated) == ("cancelled", None, 0)
     guests[0].prefill([7])
 
     def work(_engine: Engine, n: int) -> None:
@@ -470,7 +470,7 @@ def test_forward_passes_are_counted(which: str, ctx: Context, draft_ctx: Context
     assert stats.target_forward_passes <= 24 + 2
     if which == "model":
         assert stats.target_forward_passes < 20
-    assert stats.tokens_per_s > 0
+    assert stats.tokens_per_second > 0
     record = stats.as_dict()
     assert record["target_forward_passes"] == stats.target_forward_passes
     assert record["num_draft_tokens"] == sum(r.stats.num_draft_tokens for r in results)

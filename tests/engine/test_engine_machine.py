@@ -114,7 +114,7 @@ class Run:
             result, request = event.result, self.requests[event.id]
             self.tally[result.finish_reason] += 1
             self.tally["preempted"] += result.num_preemptions
-            self.tally["cached"] += result.num_cached_tokens
+            self.tally["cached"] += result.cached
             assert self.emitted.get(key, []) == result.tokens
             expected = self.world.alone(request, result.seed)
             if result.finish_reason in ("stop", "length"):

@@ -40,6 +40,13 @@ def tiny(tmp_path: Path) -> Iterator[lb.Model]:
 # -- requests at any time --------------------------------------------------------------------------
 
 
+def test_a_request_without_an_id_gets_one_that_nobody_has(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1, max_tokens=3)
+    names = [engine.add_request(Request("The wolf", id=name)) for name in ("1", None, "4", None)]
+    names += [engine.add_request("A king") for _ in range(2)]
+    assert len({*names}) == 6 and results_of(run(engine)).keys() == {*names}
+
+
 def test_id_is_free_again_and_abort_of_an_unknown_one_does_nothing(ctx: Context) -> None:
     engine = Engine(ctx, seed=1, max_tokens=3)
     for reason in ("length", "cancelled", "length"):
@@ -250,7 +257,7 @@ def test_turn_of_a_chat_reads_only_what_is_new(
             check_alone(other_ctx, requests[0], result)
             check_alone(other_ctx, requests[1], beside)
             if turn:  # the answer's last token was never decoded
-                assert result.num_cached_tokens == len(history) - len(new) - 1
+                assert result.cached == len(history) - len(new) - 1
             history += result.tokens
         # Every text is read once. A round reads the tokens that were not drafted, and drafts two.
         assert engine.stats.prompt_tokens <= 1.05 * distinct + 9

@@ -817,7 +817,7 @@ class User:
             lambda: self.ctx.complete("x"),
         ]
         for use in uses:
-            with suppress(LlamaBranchError):
+            with self.surviving(), suppress(LlamaBranchError):  # a step before may have left a fault
                 use()
 
 

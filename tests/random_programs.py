@@ -817,7 +817,8 @@ class User:
             lambda: self.ctx.complete("x"),
         ]
         for use in uses:
-            with self.surviving(), suppress(LlamaBranchError):  # a step before may have left a fault
+            # A step before may have left a fault.
+            with self.surviving(), suppress(LlamaBranchError):
                 use()
 
 

@@ -817,7 +817,8 @@ class User:
             lambda: self.ctx.complete("x"),
         ]
         for use in uses:
-            with suppress(LlamaBranchError):
+            # A step before may have left a fault.
+            with self.surviving(), suppress(LlamaBranchError):
                 use()
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import cast
 
 from ..arguments import bounded, function, instance, whole
@@ -121,7 +121,6 @@ class Engine:
         self.drafter, self.config = self._drafting.drafter, self._drafting.config
         self.stats = EngineStats()
         self.client = self.new_client()
-        weakref.finalize(self, self.client.close).atexit = False
         self._adding = threading.RLock()  # a handler of a signal may abort too
         self._n_added = 0
         self._is_closed = False
@@ -159,6 +158,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """Free the sequences of a forgotten engine, which functions of its requests may refer to."""
+        with suppress(Exception):
+            self.client.close()
 
     # -- requests at any time ------------------------------------------------------------------------
 

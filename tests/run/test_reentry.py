@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import tracemalloc
@@ -325,6 +326,22 @@ def test_a_context_that_another_thread_closes_meanwhile(kind: str, tmp_path: Pat
         for change in (handle.clear, lambda: handle.copy(0, 1, 0, -1), branch.prune, other.prune):
             change()
         assert handle.remove(0, 0, -1) and handle.position_range(0) == (-1, -1)
+
+
+def test_a_forgotten_engine_is_freed_though_a_function_of_its_request_refers_to_it(
+    ctx: Context,
+) -> None:
+    def leave() -> None:
+        engine = Engine(ctx, None, seed=1)
+        use = Wish(lambda: engine.abort("another"))
+        engine.add_request(Request(PROMPTS[0], max_tokens=20, constraint=use))
+        engine.step()
+        engine.step()
+        assert ctx.n_seq_free < ctx.n_seq_max
+
+    leave()
+    gc.collect()
+    assert ctx.n_seq_free == ctx.n_seq_max
 
 
 def test_the_prefix_cache_is_asked_while_no_other_thread_changes_it(ctx: Context) -> None:

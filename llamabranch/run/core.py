@@ -328,9 +328,10 @@ class Core:
                 scheduler.add(job)
             elif what == "resume":
                 scheduler.resume(job)
-            elif job in scheduler:
+            # The handler of a signal may abort a job while its caller is about to add it.
+            if job.is_aborted and job in scheduler:
                 for choice in scheduler.choices_of(job):
-                    if what == "abort":
+                    if what != "drop":
                         self._end(choice, "cancelled")
                         continue
                     try:

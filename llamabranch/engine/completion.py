@@ -7,7 +7,7 @@ of its own, and ``AsyncEngine`` as the engine. The K/V of the texts stays in the
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Generic, cast
+from typing import Generic, cast
 
 from typing_extensions import TypeVar
 
@@ -16,7 +16,14 @@ from ..context import Context
 from ..context.context import text_context
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError
 from ..model import Message, chat_messages, is_chat
-from ..request.request import ChatOptions, Request, TextOptions
+from ..request.request import (
+    AnyRequest,
+    ChatOptions,
+    Request,
+    TextOptions,
+    as_request,
+    identity,
+)
 from ..request.result import EngineStats, Event, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
@@ -79,7 +86,8 @@ class Call:
     ) -> None:
         self._ctx = text_context("ctx", ctx)
         prompts, self._is_list = _conversations(prompt) if chats else _prompts(prompt)
-        given: dict[str, Any] = {"show_schema": True, **options} if chats else {**options}
+        own = {"show_schema": True, "continue_final_message": None} if chats else {}
+        given = {**own, **options}
         if not chats:
             check_names(
                 {name: 0 for name in given if name in _ONLY_CHAT}, ChatOptions.__annotations__
@@ -87,7 +95,7 @@ class Call:
         self.drafter = cast(DrafterChoice, given.pop("drafter", "auto"))
         if "max_tokens" in given and given["max_tokens"] is None:
             given["max_tokens"] = ctx.n_ctx_seq
-        common = Request.of("", base, **given)
+        common = Request.of("", base, **cast(ChatOptions, given))
         top = common.top_logprobs
         self._scores = top is not None or bool(given.get("logprobs"))
         if top is None and common.sampling is not None and common.sampling.logprobs:
@@ -202,17 +210,7 @@ def run(
     Raises:
         LlamaBranchError: the reason why no text has a token; with ``stream`` after the last event.
     """
-    drafter = call.drafter
-    with ctx.lock:
-        ctx.decoder.check_open()
-        ctx.keep_prefixes()
-        if drafter == "auto":
-            structured = any(request.grammar or request.tools for request in call.requests)
-            if structured not in drafters:
-                drafters[structured] = auto_drafter(ctx, structured=structured)
-            drafter = drafters[structured]
-    drafting, seed = Drafting(ctx, drafter, batched=True), random_seed()
-    client = Client(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)
+    client, seed = _client(ctx, call.drafter, drafters, call.requests), random_seed()
     call.prepare(
         lambda number, request: Job(request, str(number), client, seed, reports_tokens=stream)
     )
@@ -226,3 +224,31 @@ def run(
         error.results = call.results()
         raise
     return call.answer()
+
+
+def submit(ctx: Context, request: AnyRequest, drafters: dict[bool, Drafter]) -> Job:
+    """Ask for the texts of one request; see ``Context.submit``."""
+    name, asked = identity(request, 0), as_request(request)
+    client = _client(ctx, "auto", drafters, [asked])
+    job = Job(asked, name, client, random_seed())
+    client.queue(job, begins=True)
+    return job
+
+
+def _client(
+    ctx: Context,
+    drafter: DrafterChoice,
+    drafters: dict[bool, Drafter],
+    requests: Sequence[Request],
+) -> Client:
+    """Return who asks for requests; for ``drafters`` see ``run``."""
+    with ctx.lock:
+        ctx.decoder.check_open()
+        ctx.keep_prefixes()
+        if drafter == "auto":
+            structured = any(request.grammar or request.tools for request in requests)
+            if structured not in drafters:
+                drafters[structured] = auto_drafter(ctx, structured=structured)
+            drafter = drafters[structured]
+    drafting = Drafting(ctx, drafter, batched=True)
+    return Client(drafting, EngineStats(), wait_s=0.5, max_tokens=_MAX_TOKENS)

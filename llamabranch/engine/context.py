@@ -12,7 +12,9 @@ from ..context import Context as CacheContext
 from ..model import Prompt
 
 if TYPE_CHECKING:
+    from ..request.request import AnyRequest
     from ..request.result import Result
+    from ..run.job import Job
     from ..speculative import Drafter
     from .completion import (
         ChatCallOptions,
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
         Prompts,
         TextCallOptions,
     )
-    from .engine import Engine
 
 T = TypeVar("T", default=object)
 
@@ -218,12 +219,18 @@ class Context(CacheContext):
         call = Call(self, prompt, None, options, chats=chats)
         return run(self, call, self._drafters, stream=stream)
 
-    @cached_property
-    def engine(self) -> Engine:
-        """An engine of this context with the default settings: ``ctx.engine.submit(request)``."""
-        from .engine import Engine  # imported late: that module imports this one
+    def submit(self, request: AnyRequest) -> Job:
+        """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
 
-        return Engine(self)
+        The texts of all jobs, calls and engines of the context share decodes: each step of anybody
+        continues them. The drafter is that of ``complete``, and the limit too.
+
+        Raises:
+            ConfigError, UnsupportedError, GrammarError, TokenizeError: the request is invalid.
+        """
+        from .completion import submit
+
+        return submit(self, request, self._drafters)
 
     @cached_property
     def _drafters(self) -> dict[bool, Drafter]:

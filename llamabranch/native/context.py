@@ -163,6 +163,8 @@ class ContextHandle(Handle):
 
     def close(self) -> None:
         """Free the context, its heads first. From then on its memory is empty and does not change."""
+        if self.closed:
+            return
         self.close_children()
         self.stops.stop()  # another thread may be decoding
         with self.lock:

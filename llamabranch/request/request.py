@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -34,9 +34,10 @@ T = TypeVar("T", default=object)  # the type of parsed values
 
 _MOST_TEXTS = 100_000  # of one request; each text takes a few kilobytes as soon as it is queued
 _GRAMMARS = ("grammar", "json_schema", "regex", "choices")  # a text follows at most one of them
-_COUNTS = (
-    "max_tokens", "top_logprobs", "prompt_logprobs", "logprobs_from", "continues", "min_tokens",
-)  # fmt: skip
+_COUNTS = {  # and whether they may be None
+    "max_tokens": True, "top_logprobs": True, "prompt_logprobs": True,
+    "logprobs_from": False, "continues": False, "min_tokens": False,
+}  # fmt: skip
 
 
 class TextOptions(SamplingSettings, Generic[T], total=False):
@@ -155,14 +156,14 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         show_schema: for messages: whether the prompt describes the JSON schema of the answer, at the end
             of the user's last message.
         continue_final_message: for messages: whether a last message of the assistant is the beginning of
-            the answer; None = yes.
+            the answer; None = yes, if an answer begins (for ``chat``).
         add_generation_prompt: for messages: whether an answer begins after them; None = yes.
 
     Raises:
         ConfigError: a value is out of range. GrammarError: the grammar is invalid.
     """
 
-    prompt: Any  # str | Sequence[int] | Sequence[Message]
+    prompt: str | Sequence[int] | Sequence[Message]
     id: str | None = None
     max_tokens: int | None = None
     sampling: SamplingParams | None = None
@@ -184,7 +185,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     thinking: ThinkingChoice | Thinking = None
     thinking_end: str = ""
     share: str | None = None
-    json_schema: Any = None
+    json_schema: type | str | Mapping[str, object] | None = None
     regex: str | None = None
     choices: Sequence[str] | None = None
     tools: Sequence[Tool] | None = None
@@ -192,7 +193,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
     show_schema: bool = False
-    continue_final_message: bool | None = None
+    continue_final_message: bool | None = False
     add_generation_prompt: bool | None = None
 
     def __post_init__(self) -> None:
@@ -201,8 +202,8 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         self._set(stop=tuple(instance("a stop string", s, str) for s in stop))
         self._set(stop_tokens=tuple(token_list(self.stop_tokens)))
         self._set(n=whole("n", self.n, 1, _MOST_TEXTS), priority=whole("priority", self.priority))
-        for name in _COUNTS:
-            if (value := getattr(self, name)) is not None:
+        for name, may_be_none in _COUNTS.items():
+            if (value := getattr(self, name)) is not None or not may_be_none:
                 force_setattr(self, name, whole(name, value, 0))
         settings_of(self.sampling)
         if self.id is not None:
@@ -285,7 +286,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         check_names(settings, ChatOptions.__annotations__)
         given = options.get("sampling")
         fields["sampling"] = settings_of(base if given is None else given, **settings)
-        return cls(prompt, **cast("dict[str, Any]", fields))
+        return cls(prompt, **fields)  # type: ignore[arg-type]
 
     def of_prompt(self, prompt: object) -> Self:
         """Return the request with another prompt; nothing else is checked again."""
@@ -373,7 +374,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         variables = {**thinking_variables(form, choice), **(self.chat_template_kwargs or {})}
         shows = self.show_schema and grammar is not None and grammar.kind == "json_schema"
         talk = conversation(
-            model, self.prompt, tools, variables,
+            model, cast(Sequence[Message], self.prompt), tools, variables,
             continues=self.continue_final_message, generates=self.add_generation_prompt,
             schema=grammar.source if shows and grammar is not None else "",
         )  # fmt: skip

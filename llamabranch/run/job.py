@@ -15,10 +15,10 @@ from dataclasses import replace
 from enum import Enum
 from itertools import count
 from time import perf_counter
-from typing import Any, cast
+from typing import cast
 
 from ..context.logits import LogitsRow, TokenScore
-from ..context.progress import Reading
+from ..context.progress import PromptProgress, Reading
 from ..errors import CapacityError, LlamaBranchError
 from ..generation.draft_states import Beginning
 from ..generation.drafter import NO_STATE, DraftState, SpeculativeStats
@@ -97,7 +97,7 @@ Told = tuple[Caller, Event]  # an event, and who gets it
 
 
 class Job:
-    """A request that runs; see ``Engine.submit``.
+    """A request that runs; see ``Context.submit``.
 
     ``for event in job`` yields its events. Its texts are choices: it creates the choice of a text when
     the text is the next in the queue.
@@ -608,9 +608,16 @@ class Choice:
 
     # -- output --------------------------------------------------------------------------------------
 
-    def told(self, **event: Any) -> list[Told]:
-        """Return an event of it, with these attributes."""
-        return [(self.job.caller, Event(self.name, self.sample, **event))]
+    def told(
+        self,
+        *,
+        result: Result | None = None,
+        progress: PromptProgress | None = None,
+        ended_thought: Sequence[Produced] = (),
+    ) -> list[Told]:
+        """Return an event of it; see `Event`."""
+        event = Event(self.name, self.sample, None, result, progress, ended_thought=ended_thought)
+        return [(self.job.caller, event)]
 
     def emit(self, produced: Produced) -> list[Told]:
         """Add a token to the output; return the event of its text, if any."""

@@ -154,17 +154,17 @@ def test_a_failed_decode_is_told_to_all_whose_texts_were_in_it(
 
 def test_a_job_that_was_submitted(ctx: Context) -> None:
     (expected,) = alone(ctx, request(PROMPTS[0]))
-    job = ctx.engine.submit(Request(PROMPTS[0], max_tokens=12, n=2, sampling=WARM))
+    job = ctx.submit(Request(PROMPTS[0], max_tokens=12, n=2, sampling=WARM))
     events = list(job)
     assert [
         event.emitted.token for event in events if event.emitted and not event.sample
     ] == expected
     assert job.results[0].tokens == expected
     assert job.results[0].choices == job.results and len(job.results) == 2
-    cancelled = ctx.engine.submit(request(PROMPTS[1], 200))
+    cancelled = ctx.submit(request(PROMPTS[1], 200))
     for _, _ in zip(range(3), cancelled, strict=False):
         pass
-    endless = ctx.engine.submit(request(PROMPTS[1], 200))
+    endless = ctx.submit(request(PROMPTS[1], 200))
     endless.cancel()
     assert [text.finish_reason for text in endless.results] == ["cancelled"]
     assert ctx.n_seq_free == ctx.n_seq_max
@@ -197,7 +197,7 @@ def test_what_a_function_asks_for_runs_in_the_middle_of_the_step(ctx: Context) -
 
     def use() -> None:
         found.append(Engine(ctx, None).generate([request(PROMPTS[1])])[0].tokens)
-        left.append(ctx.engine.submit(request(PROMPTS[1])))
+        left.append(ctx.submit(request(PROMPTS[1])))
 
     outer = Engine(ctx, None)
     (result,) = outer.generate([request(PROMPTS[0], constraint=once(use))])
@@ -239,7 +239,7 @@ def test_a_stream_that_is_closed_or_forgotten_frees_its_sequences(ctx: Context) 
 
 def test_a_step_of_its_own_engine_is_refused(ctx: Context) -> None:
     jobs: list[Any] = []
-    jobs.append(ctx.engine.submit(request(PROMPTS[0], constraint=lambda text: bool(list(jobs[0])))))
+    jobs.append(ctx.submit(request(PROMPTS[0], constraint=lambda text: bool(list(jobs[0])))))
     (result,) = jobs[0].results
     assert isinstance(result.error, lb.ConfigError) and "UsageError" in result.error.message
     assert ctx.n_seq_free == ctx.n_seq_max

@@ -59,6 +59,9 @@ class NotingLock:
         locks: list[NotingLock] = self._taken.locks
         return locks
 
+    def _is_owned(self) -> bool:
+        return self in self._held()
+
     def __enter__(self) -> None:
         self.acquire()
 

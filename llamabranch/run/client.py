@@ -140,7 +140,7 @@ class Client(Caller):
             self._raise_failure()
         with HeldInterrupts():
             while self.events:
-                self._read(self.events[0])
+                self._read(*self.events[0])
                 self.events.popleft()
             for event in self._told:
                 job = self.jobs.get(event.id)
@@ -154,11 +154,12 @@ class Client(Caller):
             self._told = told + self._told
             raise
 
-    def _read(self, event: Event) -> None:
+    def _read(self, job: Job, event: Event) -> None:
         """Keep an event as ``step`` returns it, or nothing if anything is raised."""
-        n, job = len(self._told), self.jobs.get(event.id)
+        n = len(self._told)
         try:
-            self._told += [] if job is None else job.read(event)  # None: it was closed in the step
+            if self.jobs.get(job.name) is job:  # else it was closed in the middle of a step
+                self._told += job.read(event)
         except BaseException:
             del self._told[n:]
             raise

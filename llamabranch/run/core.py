@@ -225,14 +225,14 @@ class Core:
         """Give the events of the step to the callers."""
         while self._events:
             # This is one line so that an interrupt between two lines cannot lose an event.
-            self._events[0][0].events.append(self._events.popleft()[1])
+            self._events[0][0].caller.events.append(self._events.popleft())
 
     def _recover(self) -> None:
         """Queue all texts again after an interrupted step; each continues after its last token."""
-        ended = {(caller, e.id, e.sample) for caller, e in self._events if e.result is not None}
+        ended = {(job, event.sample) for job, event in self._events if event.result is not None}
         for job in self.scheduler.unfinished():
             for choice in list(job.choices.values()):
-                if (job.caller, job.name, choice.sample) in ended:
+                if (job, choice.sample) in ended:
                     with suppress(Exception):
                         self.scheduler.finish(choice)
         self.scheduler.rebuild()

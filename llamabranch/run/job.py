@@ -80,7 +80,7 @@ class Caller(ABC):
         self.drafting, self.stats = drafting, stats
         self.parallel, self.wait_s = parallel, wait_s
         self.sampling, self.max_tokens = settings_of(sampling), max_tokens
-        self.events: deque[Event] = deque()
+        self.events: deque[Told] = deque()
         self.n_decoded = 0
         self.failure: BaseException | None = None
 
@@ -91,9 +91,6 @@ class Caller(ABC):
     @abstractmethod
     def abort_all(self) -> None:
         """End all its texts at the next step."""
-
-
-Told = tuple[Caller, Event]  # an event, and who gets it
 
 
 class Job:
@@ -248,6 +245,9 @@ class Job:
         self.choices[choice.sample] = choice
         self.samples.popleft()
         return choice
+
+
+Told = tuple[Job, Event]  # an event, and whose it is
 
 
 class Choice:
@@ -617,21 +617,21 @@ class Choice:
     ) -> list[Told]:
         """Return an event of it; see `Event`."""
         event = Event(self.name, self.sample, None, result, progress, ended_thought=ended_thought)
-        return [(self.job.caller, event)]
+        return [(self.job, event)]
 
     def emit(self, produced: Produced) -> list[Told]:
         """Add a token to the output; return the event of its text, if any."""
-        who, its, reports = self.job.caller, (self.name, self.sample), self.job.reports_tokens
+        job, its, reports = self.job, (self.name, self.sample), self.job.reports_tokens
         # This is one line so that an interrupt between two lines cannot lose an event.
         return [
-            (who, Event(*its, t)) for t in self.output.emit(self.output.add(produced)) if reports
+            (job, Event(*its, t)) for t in self.output.emit(self.output.add(produced)) if reports
         ]
 
     def break_off(self, reason: str | None = None) -> list[Told]:
         """End its output; return the event of text that was held back, if any."""
-        who, its, reports = self.job.caller, (self.name, self.sample), self.job.reports_tokens
+        job, its, reports = self.job, (self.name, self.sample), self.job.reports_tokens
         return [
-            (who, Event(*its, t))
+            (job, Event(*its, t))
             for t in self.output.emit(self.output.break_off(reason))
             if reports
         ]

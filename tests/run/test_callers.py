@@ -12,6 +12,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Context, Engine, Request, SamplingParams
+from llamabranch.engine import Job
 from llamabranch.errors import CacheFullError, DecodeError
 
 PROMPTS = ["Once upon a time", "The old king had three", "The wolf ", "The princess said"]
@@ -235,6 +236,32 @@ def test_a_stream_that_is_closed_or_forgotten_frees_its_sequences(ctx: Context) 
         may_go.set()
         other.result(60)
     assert ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_events_of_a_closed_job_are_not_those_of_the_next_one_with_its_id(ctx: Context) -> None:
+    """It is closed while a step of another thread has its text."""
+    requests = [request(prompt) for prompt in PROMPTS[:3]]
+    expected = alone(ctx, requests[2])
+    is_inside, may_go = threading.Event(), threading.Event()
+
+    def wait(text: str) -> bool:
+        is_inside.set()
+        return may_go.wait(60)
+
+    engine = Engine(ctx, None)
+    client = engine.new_client()
+    client.queue(Job(requests[0], "0", client, 1))
+    client.step()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(Engine(ctx, None).generate, [request(PROMPTS[1], constraint=wait)])
+        assert is_inside.wait(60)
+        client.close()
+        client.queue(Job(requests[2], "0", client, 1))
+        may_go.set()
+        other.result(60)
+    events = list(client.run())
+    assert [event.emitted.token for event in events if event.emitted is not None] == expected[0]
+    assert events[-1].result is not None and events[-1].result.tokens == expected[0]
 
 
 def test_a_step_of_its_own_engine_is_refused(ctx: Context) -> None:

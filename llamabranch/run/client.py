@@ -140,13 +140,14 @@ class Client(Caller):
             self._raise_failure()
         with HeldInterrupts():
             while self.events:
-                self._read(*self.events[0])
-                self.events.popleft()
+                told = self._read(*self.events[0])
+                # This is one line so that an interrupt between two lines cannot repeat an event.
+                self._told += told if self.events.popleft() else ()
             for event in self._told:
                 job = self.jobs.get(event.id)
                 if job is not None and len(job.taken) == job.request.n:
                     self._forget(job)
-        told: list[Event] = []
+        told = []
         try:  # if anything is raised here, the events are kept for the next step
             told, self._told = self._told, []
             return told
@@ -154,15 +155,9 @@ class Client(Caller):
             self._told = told + self._told
             raise
 
-    def _read(self, job: Job, event: Event) -> None:
-        """Keep an event as ``step`` returns it, or nothing if anything is raised."""
-        n = len(self._told)
-        try:
-            if self.jobs.get(job.name) is job:  # else it was closed in the middle of a step
-                self._told += job.read(event)
-        except BaseException:
-            del self._told[n:]
-            raise
+    def _read(self, job: Job, event: Event) -> list[Event]:
+        """Return an event as ``step`` does; nothing if its job was closed in the middle of a step."""
+        return job.read(event) if self.jobs.get(job.name) is job else []
 
     def run(self, read_next: Callable[[], bool] = lambda: False) -> Generator[Event, None, None]:
         """Yield the events of all steps, until all requests have ended. Then all sequences are free.

@@ -67,10 +67,10 @@ class Engine:
             get the same texts each time. None = each call of ``generate`` or ``stream``, and each
             added request, gets different texts. To repeat a result, pass its ``seed`` in the
             ``sampling`` of a request.
-        wait_s: how many seconds to wait for a sequence if others hold every sequence and no
-            request of this engine is running, or for cells if other engines of the context
-            hold them. After that the waiting requests end with "capacity". Time in which the
-            context decodes for others does not count. 0 = do not wait.
+        wait_s: how many seconds to wait for a sequence if branches hold every sequence and no
+            request on the context is running. After that the waiting requests end with
+            "capacity". Time in which the context decodes for others does not count. 0 = do not
+            wait.
         max_waiting: how many requests may wait at most; None = any number. If more would wait,
             ``add_request`` raises.
         parallel: the most texts at a time; None = as many as the target has sequences.
@@ -240,7 +240,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step for the added requests; return its events.
 
-        Most steps are one decode, with the next tokens of all running texts and chunks of prompts. An
+        Most steps are one decode, with the next tokens of all running texts and chunks of prompts, also
+        of the context's other callers. If another thread has just run a step, its events are returned. An
         empty list does not mean that everything is done: see ``has_unfinished``.
 
         Raises:

@@ -643,7 +643,9 @@ class User:
                 is_closed = True
         self.hear(engine, events)
         texts = heard(self.engines.pop(engine))
-        for request in self.added.pop(engine):
+        added = self.added.pop(engine)
+        # Requests of a context that another thread has closed have no results.
+        for request in [] if self.ctx.closed else added:
             results = [texts[str(request.id), i].result for i in range(request.n)]
             assert None not in results, request
             self.tally["requests"] += 1

@@ -88,7 +88,7 @@ class Context:
         self.params = resolved
         self.kv_cache.compact = self._compact
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
-        # Returns what runs the texts of all callers, or None if nobody asks for texts.
+        # Returns the core that runs the texts of all callers, or None.
         self.core: Callable[[], object] | None = None
         self._head: Context | None = None
         self.prefix_cache = None

@@ -22,7 +22,6 @@ from ..request.request import (
     Request,
     TextOptions,
     as_request,
-    identity,
 )
 from ..request.result import EngineStats, Event, Result
 from ..run.client import Client
@@ -228,11 +227,7 @@ def run(
 
 def submit(ctx: Context, request: AnyRequest, drafters: dict[bool, Drafter]) -> Job:
     """Ask for the texts of one request; see ``Context.submit``."""
-    name, asked = identity(request, 0), as_request(request)
-    client = _client(ctx, "auto", drafters, [asked])
-    job = Job(asked, name, client, random_seed())
-    client.queue(job, begins=True)
-    return job
+    return _client(ctx, "auto", drafters, [as_request(request)]).submit(request, random_seed())
 
 
 def _client(

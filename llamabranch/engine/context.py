@@ -222,8 +222,8 @@ class Context(CacheContext):
     def submit(self, request: AnyRequest) -> Job:
         """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
 
-        The texts of all jobs, calls and engines of the context share decodes: each step of anybody
-        continues them. The drafter is that of ``complete``, and the limit too.
+        The texts of all jobs, calls and engines of the context share decodes, so every step continues
+        them, whoever runs it. The drafter and the limit are those of ``complete``.
 
         Raises:
             ConfigError, UnsupportedError, GrammarError, TokenizeError: the request is invalid.

@@ -149,8 +149,8 @@ class Engine:
     def new_client(self) -> Client:
         """Return a caller with the settings of the engine, for requests of its own."""
         return Client(
-            self._drafting, self.stats, self._parallel, self._wait_s, sampling=self.sampling,
-            max_tokens=self._max_tokens,
+            self._drafting, self.stats, self._parallel, self._wait_s, self.sampling,
+            self._max_tokens,
         )  # fmt: skip
 
     def __enter__(self) -> Engine:
@@ -188,16 +188,13 @@ class Engine:
     def submit(self, request: AnyRequest) -> Job:
         """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
 
-        Each step of anybody on the context continues them. The id is unique in the job only.
+        Every step on the context continues them, whoever runs it. The id is unique in the job only.
 
         Raises:
             ConfigError, TokenizeError: the request is invalid. ClosedError: the engine is closed.
         """
         self._check_open()
-        client, name = self.new_client(), identity(request, 0)
-        job = Job(as_request(request), name, client, self._draw_seed())
-        client.queue(job, begins=True)
-        return job
+        return self.new_client().submit(request, self._draw_seed())
 
     def prepare(self, request: AnyRequest | Job, *, reports_tokens: bool = True) -> Job:
         """Return a request with its tokens, checked, for ``queue``; a job stays as it is.

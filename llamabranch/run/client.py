@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import RLock
 
 from ..errors import DecodeInterruptedError
 from ..native.handle import forkable_lock
 from ..native.interrupts import HeldInterrupts
-from ..request.result import EngineStats, Event
-from ..sampling import SamplingParams
+from ..request.request import AnyRequest, as_request, identity
+from ..request.result import Event
 from .core import Core, core_of
-from .drafting import Drafting
 from .job import Caller, Job
 
 
+@dataclass(eq=False)
 class Client(Caller):
     """Asks for texts of a context, and takes their events.
 
@@ -30,35 +32,30 @@ class Client(Caller):
         jobs: the requests that have a result which was not taken yet, by their ids.
     """
 
-    def __init__(
-        self,
-        drafting: Drafting,
-        stats: EngineStats,
-        parallel: int | None = None,
-        wait_s: float = 0.0,
-        *,
-        sampling: SamplingParams | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        super().__init__(
-            drafting, stats, parallel, wait_s, sampling=sampling, max_tokens=max_tokens
-        )
-        self.jobs: dict[str, Job] = {}
-        self._told: list[Event] = []  # the next events that ``step`` returns
-        self._core: Core | None = None  # runs the jobs; None before the first step
-        self._unsent: deque[tuple[str, Job]] = deque()  # what it will tell the core
-        self._binding = forkable_lock()
+    jobs: dict[str, Job] = field(init=False, default_factory=dict)
+    # The next events that ``step`` returns.
+    _told: list[Event] = field(init=False, default_factory=list)
+    # Runs the jobs; None before the first step. It is then told what was not sent.
+    _core: Core | None = field(init=False, default=None)
+    _unsent: deque[tuple[str, Job]] = field(init=False, default_factory=deque)
+    _binding: RLock = field(init=False, default_factory=forkable_lock)
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def queue(self, job: Job, *, begins: bool = False) -> None:
-        """Ask for the texts of a job of this caller.
-
-        They begin with its next ``step``; with ``begins``, with the next step of anybody.
-        """
+    def queue(self, job: Job) -> None:
+        """Ask for the texts of a job of this caller. They begin with its next ``step``."""
         self._send("add", job)
-        if begins:
-            self._bound()
+
+    def submit(self, request: AnyRequest, seed: int) -> Job:
+        """Ask for the texts of a request. They begin with the next step of any caller.
+
+        Raises:
+            ConfigError, TokenizeError, UnsupportedError: the request is invalid. Nothing is queued.
+        """
+        job = Job(as_request(request), identity(request, 0), self, seed)
+        self.queue(job)
+        self._bound()
+        return job
 
     def refuse(self, event: Event) -> None:
         """Report, with the events of the next step, that a request could not be queued."""

@@ -1,4 +1,4 @@
-"""Runs the steps of all texts of a context, whoever asks for them."""
+"""Runs the steps of all texts of a context, for all callers together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from threading import get_ident
 from time import perf_counter, sleep
 
@@ -38,8 +39,8 @@ _making = forkable_lock()  # of a context's core
 def core_of(ctx: Context) -> Core:
     """Return the core that runs the texts of a context.
 
-    A function that a step calls may ask for texts too. They get a core of their own, which runs them
-    while the step waits: the step's texts must not move meanwhile.
+    A function that a step calls may ask for texts too. These texts get a core of their own, which runs
+    them while the step waits, because the step's texts must not move during that time.
     """
     with _making:
         core = None if ctx.core is None else ctx.core()
@@ -54,9 +55,8 @@ def core_of(ctx: Context) -> Core:
 class Core:
     """Runs the texts of all callers of one context: they share its decodes, sequences and cells.
 
-    There is one for each context, while anybody asks for texts there. Any thread may call ``send``.
-    The threads of all callers take turns with the steps: whoever waits for events of its own runs
-    the next step of all texts.
+    A context has one while it has callers. Any thread may call ``send``. The threads of the callers take
+    turns: a thread that waits for events runs the next step, which continues all texts.
 
     Args:
         ctx: the context that generates.
@@ -266,7 +266,8 @@ class Core:
                 if choice.running is not None:
                     choice.running.draft_limit = choice.output.draft_limit
                     running.append(choice.running)
-            step = Step(self.ctx, running, reading, lambda: self._stoppable(reading))
+            around = partial(self._stoppable, reading) if reading else nullcontext
+            step = Step(self.ctx, running, reading, around)
             if self._decode(step):
                 self._count(step)
                 self._postprocess(step)
@@ -298,10 +299,7 @@ class Core:
 
     @contextmanager
     def _stoppable(self, reading: Sequence[Choice]) -> Iterator[None]:
-        """Let callers stop the decode in this block, if it reads prompts, and no other one."""
-        if not reading:
-            yield
-            return
+        """Let callers stop the decode in this block, and no other one."""
         with self._stopping:
             self._reading, self._thread = reading, get_ident()
             if any(choice.job.is_aborted for choice in reading):

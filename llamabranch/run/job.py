@@ -11,7 +11,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count
 from time import perf_counter
@@ -35,7 +35,6 @@ from ..request.turns import TurnPieces, shown_pieces
 from ..sampling import Grammar, Sampler, SamplingParams
 from ..sampling.constraint import ConstraintCalls, ConstraintState
 from ..sampling.noise import derive_seed, seed_from_text
-from ..sampling.params import settings_of
 from .drafting import Drafting
 from .running import RunningText
 
@@ -52,6 +51,7 @@ class State(Enum):
     ENDED = "has its result"
 
 
+@dataclass(eq=False)
 class Caller(ABC):
     """Who asks for texts: one call, an engine, or a search.
 
@@ -67,30 +67,23 @@ class Caller(ABC):
         failure: the error of a step that it has not taken yet. Until then its texts are parked.
     """
 
-    def __init__(
-        self,
-        drafting: Drafting,
-        stats: EngineStats,
-        parallel: int | None = None,
-        wait_s: float = 0.0,
-        *,
-        sampling: SamplingParams | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.drafting, self.stats = drafting, stats
-        self.parallel, self.wait_s = parallel, wait_s
-        self.sampling, self.max_tokens = settings_of(sampling), max_tokens
-        self.events: deque[Told] = deque()
-        self.n_decoded = 0
-        self.failure: BaseException | None = None
+    drafting: Drafting
+    stats: EngineStats
+    parallel: int | None = None
+    wait_s: float = 0.0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    events: deque[Told] = field(init=False, default_factory=deque)
+    n_decoded: int = field(init=False, default=0)
+    failure: BaseException | None = field(init=False, default=None)
 
     @abstractmethod
     def run(self) -> Generator[Event, None, None]:
         """Yield the events of all its texts, until they have ended."""
 
     @abstractmethod
-    def abort_all(self) -> None:
-        """End all its texts at the next step."""
+    def abort(self, name: str) -> None:
+        """End the texts of a job at the next step."""
 
 
 class Job:
@@ -184,7 +177,7 @@ class Job:
 
     def cancel(self) -> None:
         """End its texts at the next step; their results have the text so far."""
-        self.caller.abort_all()
+        self.caller.abort(self.name)
 
     def read(self, event: Event) -> list[Event]:
         """Return an event as its caller gets it: the turns of a conversation are told in their parts.
@@ -323,9 +316,8 @@ class Choice:
         self._reading: Reading | None = None  # only if the request asks for progress
         self.is_announced = True
         self._admitted: float | None = None
-        self._disorders = (
-            -1
-        )  # of the memory when it was admitted; -1 = cells were out of order then
+        # Of the memory when it was admitted; -1 = cells were out of order then.
+        self._disorders = -1
         self._first: float | None = None
         self._last: float | None = None
 

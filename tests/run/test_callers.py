@@ -92,27 +92,20 @@ def test_an_error_of_a_processor_ends_its_text(ctx: Context, at: int) -> None:
     assert ctx.n_seq_free == ctx.n_seq_max
 
 
-@pytest.mark.parametrize("where", ["on_prompt_progress", "on_round"])
-def test_an_error_of_a_callback_is_its_callers(ctx: Context, where: str) -> None:
-    def fail(told: object) -> None:
+@pytest.mark.parametrize("where", ["on_prompt_progress", "on_round", "drafter"])
+def test_an_error_of_a_function_is_its_callers(ctx: Context, where: str) -> None:
+    """Of a callback or a drafter. It is raised as it is; the other caller's text goes on."""
+
+    def fail(*_: object) -> list[int]:
         raise ValueError("mine")
 
-    drafter = lb.FunctionDrafter(lambda tokens, n: [12] * n)
-    (expected,) = alone(ctx, request(PROMPTS[1]))
-    job = Engine(ctx, drafter, FIXED).submit(request(PROMPTS[0], 12, **{where: fail}))
-    (result,) = Engine(ctx, None).generate([request(PROMPTS[1])])
-    assert result.tokens == expected
-    with pytest.raises(ValueError, match="mine"):
-        list(job)
-    assert ctx.n_seq_free == ctx.n_seq_max
-
-
-def test_an_error_of_a_drafter_is_its_callers(ctx: Context) -> None:
     def propose(tokens: list[int], n: int) -> list[int]:
-        raise ValueError("mine")
+        return fail() if where == "drafter" else [12] * n
 
+    more: dict[str, Any] = {} if where == "drafter" else {where: fail}
     (expected,) = alone(ctx, request(PROMPTS[1]))
-    job = Engine(ctx, lb.FunctionDrafter(propose), FIXED).submit(request(PROMPTS[0]))
+    drafter = lb.FunctionDrafter(propose)
+    job = Engine(ctx, drafter, FIXED).submit(request(PROMPTS[0], 12, **more))
     (result,) = Engine(ctx, None).generate([request(PROMPTS[1])])
     assert result.tokens == expected
     with pytest.raises(ValueError, match="mine"):
@@ -169,6 +162,15 @@ def test_a_job_that_was_submitted(ctx: Context) -> None:
     endless.cancel()
     assert [text.finish_reason for text in endless.results] == ["cancelled"]
     assert ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_a_job_cancels_its_own_texts_only(ctx: Context) -> None:
+    engine = Engine(ctx, None)
+    jobs = [engine.prepare(request(prompt)) for prompt in PROMPTS[:2]]
+    engine.queue(*jobs)
+    jobs[0].cancel()
+    reasons = {e.id: e.result.finish_reason for e in engine.client.run() if e.result is not None}
+    assert reasons == {jobs[0].name: "cancelled", jobs[1].name: "length"}
 
 
 def test_a_limit_of_one_engine_holds_nobody_else_up(ctx: Context) -> None:

@@ -7,14 +7,6 @@ import { shownPath } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
-let isAll = false; // the whole text is selected, with what is not drawn
-
-/** Select the text alone. */
-function selectText() {
-  getSelection()?.selectAllChildren($("text"));
-  setTimeout(() => (isAll = true)); // after the event of this change
-}
-
 /** The whole text of the path; what is not here is fetched. */
 async function wholeText() {
   const c = shownPath();
@@ -61,19 +53,20 @@ function selectedText(range, box, c) {
 }
 
 export function startCopy() {
-  document.addEventListener("selectionchange", () => (isAll = false));
   document.addEventListener("keydown", (event) => {
     const target = /** @type {any} */ (event.target);
     if (event.key.toLowerCase() !== "a" || !(event.ctrlKey || event.metaKey) || event.altKey || event.shiftKey) return;
     if (target.closest("input, textarea, dialog") || !store.current) return;
     event.preventDefault();
-    selectText();
+    getSelection()?.selectAllChildren($("text"));
   });
   document.addEventListener("copy", (event) => {
     const selection = getSelection(), box = $("text");
     if (!selection?.rangeCount || selection.isCollapsed || /** @type {any} */ (document.activeElement)?.matches("input, textarea")) return;
     const range = selection.getRangeAt(0);
     if (!range.intersectsNode(box)) return;
+    // The whole box is selected by Ctrl+A alone: then the text is copied with what is not drawn.
+    const isAll = range.startContainer === box && range.endContainer === box;
     event.clipboardData?.setData("text/plain", isAll ? shownPath().text.join("") : selectedText(range, box, shownPath()));
     event.preventDefault();
   });

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
-from . import require_server
+from . import require_server, view
 from .app import Front, application
+from .page import Page
 from .service import Service
 from .settings import ServeSettings
 
@@ -31,10 +32,9 @@ class Server:
     Attributes:
         service: the service; None until the model is loaded.
         port, url: where it listens.
-        front: handlers in front of the API; set it before ``run``.
+        page, page_url: the page of the requests, and where it is: on this machine only.
+        front: handlers in front of the API, by default those of ``page``; set it before ``run``.
     """
-
-    front: Front | None = None
 
     def __init__(
         self,
@@ -59,6 +59,9 @@ class Server:
         # Per connection. It limits the memory for a client that does not read.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.port = int(self._socket.getsockname()[1])
+        self.page = Page(self.port, view.FILES, settings.api_keys)
+        self.front = Front(view.check_of(self.page, settings), self.page.routes)
+        self.page_url = f"http://{'localhost' if ':' in host else '127.0.0.1'}:{self.port}"
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def stop(self) -> None:
@@ -111,7 +114,6 @@ class Server:
         finally:
             server.should_exit = True
             await serving
-            if self.front is not None:
-                await self.front.close()
+            await self.front.close()
             if engine is not None:
                 await engine.close()

@@ -18,7 +18,14 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from ..context import Context
-from ..context.kv_file import MAX_METADATA_BYTES, KVCompatibility, read_arrays, read_head, write
+from ..context.kv_file import (
+    MAX_METADATA_BYTES,
+    Arrays,
+    KVCompatibility,
+    read_arrays,
+    read_head,
+    write,
+)
 from ..context.logits import LogitsRow
 from ..errors import LlamaBranchError, SnapshotError, UnsupportedError
 from ..files import path_of
@@ -28,7 +35,6 @@ from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 
 _MAGIC = b"\x89LBRANCH"
-_ARRAYS = ("tokens", "surprisals", "logits", "state")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +61,14 @@ class Snapshot:
     appended: tuple[tuple[int, int], ...] = ()
 
     @property
+    def arrays(self) -> Arrays:
+        """The arrays, as a file has them."""
+        return Arrays(self.tokens, self.surprisals, self.logits, self.state)
+
+    @property
     def n_bytes(self) -> int:
         """Size of the arrays in bytes."""
-        return sum(getattr(self, name).nbytes for name in _ARRAYS)
+        return sum(array.nbytes for array in self.arrays)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {len(self.tokens)} tokens, {self.n_bytes} bytes>"
@@ -85,7 +96,7 @@ class Snapshot:
             )
         path = path_of(path)
         try:
-            write(path, _MAGIC, metadata, *(getattr(self, name) for name in _ARRAYS))
+            write(path, _MAGIC, metadata, self.arrays)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             # The message of this error names the temporary file.
             is_missing = isinstance(error, FileNotFoundError)
@@ -138,7 +149,7 @@ class Snapshot:
                 arrays = read_arrays(file, head)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"the snapshot cannot be read: {error}") from error
-        return replace(about, **dict(zip(_ARRAYS, arrays, strict=True)))
+        return replace(about, **arrays._asdict())
 
     # -- trust -------------------------------------------------------------------------------------
 

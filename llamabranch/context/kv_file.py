@@ -32,7 +32,16 @@ HEADER = struct.Struct("<8sIIIIIIQ32s")
 _DIGEST_BYTES = 32
 MAX_METADATA_BYTES = 16 << 20
 _MAX_TOKENS = 1 << 30
-_FORMS = ("<i4", "<f8", "<f4", "u1")  # tokens, surprisals, logits, K/V
+_FORMS = ("<i4", "<f8", "<f4", "u1")
+
+
+class Arrays(NamedTuple):
+    """The arrays of a file: tokens, their surprisals, the last row of logits, the K/V."""
+
+    tokens: npt.NDArray[np.int32]
+    surprisals: npt.NDArray[np.float64]
+    logits: npt.NDArray[np.float32]
+    state: npt.NDArray[np.uint8]
 
 
 class HasKV(Protocol):
@@ -163,8 +172,8 @@ def read_head(file: BinaryIO, magic: bytes) -> tuple[Head, bytes]:
     return head, metadata
 
 
-def read_arrays(file: BinaryIO, head: Head) -> list[npt.NDArray[np.generic]]:
-    """Return the arrays that follow the metadata: tokens, surprisals, logits and K/V.
+def read_arrays(file: BinaryIO, head: Head) -> Arrays:
+    """Return the arrays that follow the metadata.
 
     Raises:
         SnapshotError: they are damaged.
@@ -173,34 +182,36 @@ def read_arrays(file: BinaryIO, head: Head) -> list[npt.NDArray[np.generic]]:
     if len(body) != sum(head.n_bytes) or hashlib.sha256(body).digest() != head.digest:
         raise SnapshotError("the snapshot is damaged: its checksum differs")
     ends = accumulate(head.n_bytes)
-    return [
-        np.frombuffer(body[end - n : end], form)
-        for form, n, end in zip(_FORMS, head.n_bytes, ends, strict=False)
-    ]
+    return Arrays(
+        *(
+            np.frombuffer(body[end - n : end], form)
+            for form, n, end in zip(_FORMS, head.n_bytes, ends, strict=False)
+        )
+    )
 
 
-def write(
-    path: Path,
-    magic: bytes,
-    metadata: bytes,
-    tokens: npt.NDArray[np.int32],
-    surprisals: npt.NDArray[np.float64],
-    logits: npt.NDArray[np.float32],
-    state: npt.NDArray[np.uint8],
-) -> None:
+def write(path: Path, magic: bytes, metadata: bytes, arrays: Arrays) -> None:
     """Write a file that only its owner can read, completely or not at all; OSError if it cannot be."""
-    arrays: list[memoryview[int]] = [
+    body: list[memoryview[int]] = [
         np.ascontiguousarray(array, form).view(np.uint8).data
-        for array, form in zip((tokens, surprisals, logits, state), _FORMS, strict=True)
+        for array, form in zip(arrays, _FORMS, strict=True)
     ]
     digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(array)
+    for part in body:
+        digest.update(part)
+    n_tokens, n_surprisals, n_logits, n_state = (len(array) for array in arrays)
     header = HEADER.pack(
-        magic, _VERSION, len(metadata), len(tokens), len(surprisals), len(logits), 0, len(state),
+        magic,
+        _VERSION,
+        len(metadata),
+        n_tokens,
+        n_surprisals,
+        n_logits,
+        0,
+        n_state,
         digest.digest(),
-    )  # fmt: skip
+    )
     with atomic_write(path, 0o600) as file:
         file.write(header + hashlib.sha256(header + metadata).digest() + metadata)
-        for array in arrays:
-            file.write(array)
+        for part in body:
+            file.write(part)

@@ -147,7 +147,7 @@ class StateLayout:
             if kind == _RECURRENT:
                 written.append(head)
                 continue
-            chosen = [slice(0, len(cells))]
+            chosen: list[slice | npt.NDArray[np.intp]] = [slice(0, len(cells))]
             if kind == _CELLS:
                 chosen = [
                     _between(cache[2], start, end)

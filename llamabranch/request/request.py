@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import force_setattr
 from typing_extensions import Self, TypeVar, Unpack
 
-from ..arguments import flag, function, instance, items, shown, whole
+from ..arguments import bounded, flag, function, instance, items, shown, whole
 from ..context.progress import OnPromptProgress
 from ..errors import ConfigError, UnsupportedError
 from ..generation.verify import RoundTrace
@@ -33,6 +33,7 @@ from .fields import line_of
 T = TypeVar("T", default=object)  # the type of parsed values
 
 _MOST_TEXTS = 100_000  # of one request; each text takes a few kilobytes as soon as it is queued
+_LONGEST_NAME = 200  # characters of a session's name
 _GRAMMARS = ("grammar", "json_schema", "regex", "choices")  # a text follows at most one of them
 _COUNTS = {  # and whether they may be None
     "max_tokens": True, "top_logprobs": True, "prompt_logprobs": True,
@@ -63,6 +64,9 @@ class TextOptions(SamplingSettings, Generic[T], total=False):
     thinking: ThinkingChoice
     thinking_end: str
     share: str | None
+    session_id: str | None
+    parent_session_id: str | None
+    ttl: float
 
 
 class ChatOptions(TextOptions[T], Generic[T], total=False):
@@ -158,6 +162,12 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         continue_final_message: for messages: whether a last message of the assistant is the beginning of
             the answer; None = yes, if an answer begins (for ``chat``).
         add_generation_prompt: for messages: whether an answer begins after them; None = yes.
+        session_id: the session that the request belongs to, such as one conversation of an agent. The
+            K/V of the longest text of a session is kept longer than that of other texts.
+        parent_session_id: the session from which this one began, such as a sub-agent's. While requests of
+            this session run, they never evict the text of the parent.
+        ttl: seconds after its last request until a session counts as ended: its K/V is then evicted
+            first. 0 = as soon as no request of it runs.
 
     Raises:
         ConfigError: a value is out of range. GrammarError: the grammar is invalid.
@@ -195,6 +205,9 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     show_schema: bool = False
     continue_final_message: bool | None = False
     add_generation_prompt: bool | None = None
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    ttl: float = 600.0
 
     def __post_init__(self) -> None:
         self._set(prompt=_checked_prompt(self.prompt))
@@ -217,6 +230,10 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         if self.constraint is not None:
             ConstraintCalls(self.constraint)
         self._set_grammar()
+        for name in ("session_id", "parent_session_id"):
+            if (value := getattr(self, name)) is not None:
+                session_name(name, value)
+        self._set(ttl=bounded("ttl", self.ttl, 0, 1e9))
         if self.share not in (None, "thought"):
             raise ConfigError(
                 f"share must be 'thought' or None, not {shown(self.share)}",
@@ -394,6 +411,19 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             model, tokens, cast(ThinkingChoice, self.thinking), begun=begun,
             ending=self.thinking_end, shares=self.share is not None, has_calls=has_calls,
         )  # fmt: skip
+
+
+def session_name(name: str, value: object) -> str:
+    """Return ``value`` if it can name a session; ``name`` is the argument's.
+
+    Raises:
+        ConfigError: it is no text of 1 to 200 printable characters.
+    """
+    if not (0 < len(text := instance(name, value, str)) <= _LONGEST_NAME and text.isprintable()):
+        raise ConfigError(
+            f"{name} must be 1 to {_LONGEST_NAME} printable characters, not {text[:40]!r}"
+        )
+    return text
 
 
 def _checked_prompt(prompt: object) -> str | Sequence[int] | Sequence[Message]:

@@ -1,0 +1,99 @@
+"""What a request has cost: a record of each, with the reason why tokens were read."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+KINDS = {
+    "first": "nothing that begins like it was read before",
+    "new": "it continues a text that was read before",
+    "changed": "it differs from an earlier request, and tokens after the difference were read before",
+    "evicted": "the tokens were read before, and their cells were needed for other texts",
+    "rewritten": "the chat template, or the client, writes an earlier answer differently",
+    "retokenized": "an earlier answer has the same text and other tokens",
+    "memory": "the model's memory cannot return to the place where the texts part",
+    "scored": "the request asks for the log-probabilities of these tokens",
+}
+
+
+class Cause(Struct, frozen=True, omit_defaults=True):
+    """Why tokens of a prompt were read.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        n_tokens: how many tokens were read for this reason.
+        told: the reason in words.
+        start: the position of the first of them.
+        compared_with: the number of the earlier request that it is compared with; None = none.
+        place: where the texts differ: the message, and the line in it.
+        before, after: the text around the first difference, there and here.
+    """
+
+    kind: str
+    n_tokens: int
+    told: str
+    start: int = 0
+    compared_with: int | None = None
+    place: str = ""
+    before: str = ""
+    after: str = ""
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the tokens had been read before."""
+        return self.kind not in ("first", "new")
+
+
+class Record(Struct, omit_defaults=True):
+    """What a request has cost.
+
+    Attributes:
+        number: counts the requests of a context, from 0.
+        time: when its prompt was begun, in seconds since 1970.
+        door: how it came: "messages", "chat", "completions" (the endpoints of a server) or "python".
+        id: the id of the request.
+        session, parent: its session, and the session which that one continues.
+        num_prompt_tokens, cached, evaluated: tokens of the prompt; those that were not read because
+            they were in the cache; those that were read.
+        generated: tokens of all its texts.
+        queued_s, read_s, write_s: seconds until the prompt was begun, until the first token of the first
+            text, and from there to the end.
+        finish_reason: of its first text; "" while it runs.
+        causes: why ``evaluated`` tokens were read; their ``n_tokens`` add up to that.
+        follows: the number of the request whose prompt, or answer, it continues or differs from.
+        dropped: lines of its system prompt that were left out.
+        hint: what would help, if something would.
+    """
+
+    number: int
+    time: float
+    door: str
+    id: str
+    session: str = ""
+    parent: str = ""
+    num_prompt_tokens: int = 0
+    cached: int = 0
+    evaluated: int = 0
+    generated: int = 0
+    queued_s: float = 0.0
+    read_s: float = 0.0
+    write_s: float = 0.0
+    finish_reason: str = ""
+    causes: list[Cause] = field(default_factory=list)
+    follows: int | None = None
+    dropped: list[str] = field(default_factory=list)
+    hint: str = ""
+
+    @property
+    def again(self) -> int:
+        """How many of its tokens were read although they had been read before."""
+        return sum(cause.n_tokens for cause in self.causes if cause.is_again)
+
+    def line(self) -> str:
+        """Return the record as one line of a log, with the reasons for what was read again."""
+        numbers = (
+            f"{self.num_prompt_tokens:,} = {self.cached:,} cached + {self.evaluated:,} read"
+            f"  {self.read_s:.1f} s + {self.write_s:.1f} s"
+        )
+        told = [cause.told for cause in self.causes if cause.is_again]
+        return "  ".join((self.door, self.session or self.id, numbers, *told, self.hint)).rstrip()

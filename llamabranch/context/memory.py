@@ -401,7 +401,7 @@ class Memory:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
         try:
             self.handle.copy(seq_id, _MOVED, start, -1)
-            return self.state_layout.with_owner(self.handle.state(_MOVED))
+            return self.state_layout.joined([(self.handle.state(_MOVED), start, END)])
         finally:
             self.handle.remove(_MOVED, 0, -1)
 

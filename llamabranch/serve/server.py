@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 
@@ -95,20 +94,17 @@ class Server:
         config = uvicorn.Config(
             app, http="h11", h11_max_incomplete_event_size=_MOST_BYTES, loop="none", ws="none",
             lifespan="off", log_config=None,
-            access_log=self.settings.log_requests, log_level="critical", server_header=False,
+            access_log=False, log_level="critical", server_header=False,
             proxy_headers=False, timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=self.settings.shutdown_timeout_s,  # type: ignore[arg-type]
         )  # fmt: skip
-        access = logging.getLogger("uvicorn.access")
-        access.setLevel(logging.INFO)
-        access.propagate = self.settings.log_requests
         self._uvicorn = server = uvicorn.Server(config)
         server.handle_exit = self._on_signal  # type: ignore[assignment]  # of SIGINT and SIGTERM
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:
             engine = await asyncio.to_thread(self._open_engine)
-            self.service = service = Service(engine, self.settings)
+            self.service = service = Service(engine, self.settings, self._log)
             self._ready(self.url, service.name)
             await serving
         finally:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..request.record import Record
 from .errors import HttpError
 from .messages import reply
 from .page import Files, Page
@@ -35,18 +34,13 @@ def check_of(page: Page, settings: ServeSettings) -> Callable[[Scope], None]:
     return check
 
 
-def records(service: Service) -> Sequence[Record]:
-    """Return the records of the last requests, oldest first."""
-    return []
-
-
 async def requests(call: Request, service: Service) -> Response:
     """List the last requests; with ``after=N`` those with a greater number, and those that still run."""
     try:
         after = int(call.query_params.get("after", -1))
     except ValueError:
         raise HttpError(400, "after must be an integer", param="after") from None
-    found = records(service)
+    found = service.ctx.requests
     causes: Counter[str] = Counter()
     for record in found:
         for cause in record.causes:

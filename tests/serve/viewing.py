@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from llamabranch.request.record import Cause, Record
 
-HEADER = "x-anthropic-billing-header: cc_version=2.1.42; cch={}; mode=agent\nYou are a coding agent."
+HEADER = (
+    "x-anthropic-billing-header: cc_version=2.1.42; cch={}; mode=agent\nYou are a coding agent."
+)
 BEFORE, AFTER = HEADER.format("65abc"), HEADER.format("fa690")
 
 
@@ -70,7 +72,10 @@ def made_up(time: float) -> list[Record]:
     day.go_on("main", 4)
     hint = "--drop-line '^x-anthropic-billing-header' would leave out the line that changes"
     before = day.records[-1]
-    again, n_new = changed(before.num_prompt_tokens - 58, before.num_prompt_tokens, before.number), 412
+    again, n_new = (
+        changed(before.num_prompt_tokens - 58, before.num_prompt_tokens, before.number),
+        412,
+    )
     day.ask("main", again, fresh(n_new, before.num_prompt_tokens), cached=58, hint=hint)
     day.go_on("main", 2, new=180)
     for name in ("explore", "write the tests"):
@@ -82,7 +87,12 @@ def made_up(time: float) -> list[Record]:
         "were kept until 14:02, thrown out for session review (12,000 cells were needed); "
         "-c 65536 would have been enough"
     )
-    day.ask("main", Cause("evicted", 6_120, told, 9_800), fresh(260, last.num_prompt_tokens), cached=9_800)
+    day.ask(
+        "main",
+        Cause("evicted", 6_120, told, 9_800),
+        fresh(260, last.num_prompt_tokens),
+        cached=9_800,
+    )
     day.ask("review", first(7_940), parent="", generated=420, ended="end_turn")
     rewritten = "the template leaves out earlier thoughts: 1,204 tokens of the last answer are written differently"
     day.ask(
@@ -98,7 +108,9 @@ def made_up(time: float) -> list[Record]:
             dropped=("x-anthropic-billing-header: cch=77e01",))  # fmt: skip
     day.go_on("main", 3)
     memory = "the model's memory cannot return to token 4,100, only to its checkpoint at 3,584"
-    for i, cause in enumerate([first(3_900), fresh(212, 3_900), Cause("memory", 516, memory, 3_584, 28)]):
+    for i, cause in enumerate(
+        [first(3_900), fresh(212, 3_900), Cause("memory", 516, memory, 3_584, 28)]
+    ):
         day.ask("", cause, cached=(0, 3_900, 3_584)[i], door="python", chain="script", ended="stop")
     scored = "the log-probabilities of 96 tokens were asked for"
     for n in (96, 104, 88):
@@ -112,4 +124,23 @@ def everywhere(text: str) -> Iterator[Record]:
     """Yield records that have a text in each of their fields."""
     cause = Cause("changed", 3, text, 1, 0, text, f"a{text}b", f"a{text[::-1]}c")
     for n in range(2):
-        yield Record(n, 1.0, text, text, text, f"{text}{n}", 9, 6, 3, 1, 0, 1, 1, text, [cause], 0, [text], text)
+        yield Record(
+            n,
+            1.0,
+            text,
+            text,
+            text,
+            f"{text}{n}",
+            9,
+            6,
+            3,
+            1,
+            0,
+            1,
+            1,
+            text,
+            [cause],
+            0,
+            [text],
+            text,
+        )

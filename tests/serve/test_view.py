@@ -35,9 +35,13 @@ def ask(server: Serving, path: str, /, body: str | None = None, **headers: str) 
     return answer
 
 
+def bearer(server: Serving) -> str:
+    return f"Bearer {server.server.page.key}"
+
+
 def listed(server: Serving, query: str = "") -> Any:
     """Return the answer with the key of the page."""
-    with server.client(headers={"Authorization": f"Bearer {server.server.page.key}"}) as api:
+    with server.client(headers={"Authorization": bearer(server)}) as api:
         answer = api.get(f"/requests{query}")
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -47,7 +51,7 @@ def test_each_request_leaves_a_record_and_a_line_of_the_log(server: Serving) -> 
     before = len(listed(server)["requests"])
     server.lines.clear()
     prompt = "Once upon a time there was a fox who lived in a wood"
-    with server.client(headers={"X-Session-Id": "tale\x1b[31m".replace("\x1b", " ")}) as api:
+    with server.client(headers={"X-Session-Id": "tale"}) as api:
         for more in ("", " and a bear"):
             post(api, prompt=prompt + more, max_tokens=4)
     told = listed(server)["requests"][before:]
@@ -101,7 +105,7 @@ def test_totals_and_what_came_later(server: Serving, day: list[Any]) -> None:
     for after, numbers in ((last - 2, [last - 1, last]), (last, [last]), (last + 9, [last])):
         assert [each["number"] for each in listed(server, f"?after={after}")["requests"]] == numbers
     for wrong in ("x", "1.5", "9" * 5000):
-        assert ask(server, f"/requests?after={wrong}", Authorization=f"Bearer {server.server.page.key}").status == 400  # fmt: skip
+        assert ask(server, f"/requests?after={wrong}", Authorization=bearer(server)).status == 400
 
 
 def test_since_is_the_first_record_that_is_kept(server: Serving, day: list[Any]) -> None:
@@ -128,7 +132,7 @@ def test_an_api_key_or_the_pages_key_shows_the_records() -> None:
             assert ask(server, PRIVATE, Authorization=f"Bearer {key}").status == 200
         assert ask(server, PRIVATE, x_api_key="two").status == 200
         assert ask(server, PRIVATE, Authorization="Bearer three").status == 401
-        assert ask(server, "/v1/models", Authorization=f"Bearer {server.server.page.key}").status == 401  # fmt: skip
+        assert ask(server, "/v1/models", Authorization=bearer(server)).status == 401
 
 
 def test_a_link_works_once(server: Serving) -> None:
@@ -152,16 +156,15 @@ def test_a_link_works_once(server: Serving) -> None:
 def test_no_other_origin_reads_them_even_if_the_api_allows_all(
     server: Serving, name: str, value: str
 ) -> None:
-    headers = {"Authorization": f"Bearer {server.server.page.key}", name: value}
+    headers = {"Authorization": bearer(server), name: value}
     for path in (PRIVATE, *FILES):
         assert ask(server, path, **headers).status == 403
     assert ask(server, "/session", "{}", **headers).status == 403
 
 
 def test_the_policy_is_the_pages_and_the_api_stays_as_it_is(server: Serving) -> None:
-    key = f"Bearer {server.server.page.key}"
     for path, status in ((PRIVATE, 200), (PRIVATE, 401), ("/", 200), ("/session", 403)):
-        headers = {"Authorization": key} if status == 200 else {}
+        headers = {"Authorization": bearer(server)} if status == 200 else {}
         answer = ask(server, path, *["{}"] * (path == "/session"), **headers)
         assert answer.status == status
         policy = answer.getheader("content-security-policy")

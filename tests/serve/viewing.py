@@ -35,8 +35,8 @@ class Day:
         before = self._last.get(name) or self._last.get(parent)
         record = Record(
             len(self.records), self.time, door, f"msg_{len(self.records):06x}", session, parent,
-            cached + read, cached, read, generated, 0.01, 0.2 + read / 380, generated / 24, ended, [*causes],
-            before.number if before is not None and name else None, [*dropped], hint,
+            cached + read, cached, read, generated, 0.01, 0.2 + read / 380, generated / 24, ended,
+            [*causes], before.number if before is not None and name else None, [*dropped], hint,
         )  # fmt: skip
         self.records.append(record)
         if name:
@@ -94,18 +94,16 @@ def made_up(time: float) -> list[Record]:
         cached=9_800,
     )
     day.ask("review", first(7_940), parent="", generated=420, ended="end_turn")
-    rewritten = "the template leaves out earlier thoughts: 1,204 tokens of the last answer are written differently"
-    day.ask(
-        "review", Cause("rewritten", 1_204, rewritten, 8_360, 21, "message 3, line 1",
-        "<think>\nThe function returns None when the list is empty, so", "The function returns None when"),
-        fresh(311, 9_000), cached=7_940,
-    )  # fmt: skip
+    rewritten = "the template leaves out earlier thoughts: 1,204 tokens from token 8,360 on"
+    was, now = "<think>\nThe list may be empty, so I", "The function returns None when"
+    cause = Cause("rewritten", 1_204, rewritten, 8_360, 21, "message 3, line 1", was, now)
+    day.ask("review", cause, fresh(311, 9_000), cached=7_940)
     day.go_on("review", 2)
     told = "the answer's 41 generated tokens and its text tokenized again part at ` unrelia|ble`"
-    day.ask("review", Cause("retokenized", 41, told, 9_720, 23, "message 7, line 2", "unrelia ble", "un reliable"),
-            fresh(66, 9_761), cached=9_720)  # fmt: skip
-    day.ask("main", Cause("first", 2_950, "the conversation was compacted: nothing begins like it"), cached=9_100,
-            dropped=("x-anthropic-billing-header: cch=77e01",))  # fmt: skip
+    cause = Cause("retokenized", 41, told, 9_720, 23, "", "unrelia ble", "un reliable")
+    day.ask("review", cause, fresh(66, 9_761), cached=9_720)
+    told, dropped = "2,950 tokens that begin like nothing before", "x-anthropic-billing: cch=77e01"
+    day.ask("main", Cause("first", 2_950, told), cached=9_100, dropped=(dropped,))
     day.go_on("main", 3)
     memory = "the model's memory cannot return to token 4,100, only to its checkpoint at 3,584"
     for i, cause in enumerate(

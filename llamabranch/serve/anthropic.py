@@ -179,6 +179,7 @@ class OutputConfig(Struct):
 class MessagesFields(HttpFields, kw_only=True):
     """The body of a request; besides Anthropic's fields it may have our sampling settings."""
 
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     messages: Annotated[list[SentMessage], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[SentTool] | None = None

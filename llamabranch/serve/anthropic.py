@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..arguments import placed
-from ..engine.completion import Call
 from ..errors import ConfigError
 from ..model import TurnEvent
 from ..request.fields import ResponseFormat
 from ..request.result import Result
 from .completions import ChatFields, chat_jobs, chat_options
 from .errors import HttpError
-from .fields import HttpFields
+from .fields import HttpFields, call_of
 from .generation import Update, Writer, answer
 from .messages import json_of, reply
 from .service import Service
@@ -280,7 +279,7 @@ async def count_tokens(call: HttpRequest, service: Service) -> Response:
     options = await chat_options(call, service, fields)
 
     def count() -> int:
-        chat = Call(service.ctx, fields.messages, None, options, chats=True)
+        chat, _ = call_of(service, fields.messages, options, chats=True)
         return len(chat.requests[0].plan(service.model).tokens)
 
     return reply({"input_tokens": await to_thread(count)})

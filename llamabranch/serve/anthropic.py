@@ -178,6 +178,7 @@ class OutputConfig(Struct):
 class MessagesFields(HttpFields, kw_only=True):
     """The body of a request; besides Anthropic's fields it may have our sampling settings."""
 
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     messages: Annotated[list[SentMessage], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[SentTool] | None = None
@@ -214,13 +215,19 @@ class MessagesFields(HttpFields, kw_only=True):
         return fields
 
     def _conversation(self) -> list[dict[str, object]]:
-        """Return OpenAI's messages; neighbours of one role become one message."""
-        system, said = self.system, []
-        for index, message in enumerate(self.messages):
-            with placed(f"messages[{index}]"):
-                said.append((message.role, message.blocks()))
+        """Return OpenAI's messages.
+
+        Neighbours of one role become one message, as templates want roles to alternate. A message of the
+        system that is not the first one is read as the user's, since many templates refuse it.
+        """
+        system = self.system
         text = system if isinstance(system, str) else "\n".join(_texts(system or ()))
-        chat: list[dict[str, object]] = [{"role": "system", "content": text}] if text else []
+        said: list[tuple[str, list[Block]]] = [("system", [TextBlock(text)])] if text else []
+        for index, message in enumerate(self.messages):
+            is_late = message.role == "system" and any(role != "system" for role, _ in said)
+            with placed(f"messages[{index}]"):
+                said.append(("user" if is_late else message.role, message.blocks()))
+        chat: list[dict[str, object]] = []
         for role, group in groupby(said, key=lambda each: each[0]):
             blocks = [block for _, own in group for block in own]
             chat += _answered(blocks) if role == "assistant" else _asked(role, blocks)

@@ -113,16 +113,8 @@ def test_nobody_evicts_a_path_while_a_child_runs(ctx: Context) -> None:
     parent = text(10, 200)
     read(ctx, parent, "main")
     with Engine(ctx, drafter=None) as engine:
-        engine.add_request(
-            Request(
-                [*parent, 5, 6],
-                "child",
-                60,
-                min_tokens=60,
-                session_id="child",
-                parent_session_id="main",
-            )  # fmt: skip
-        )
+        names: Any = {"session_id": "child", "parent_session_id": "main"}
+        engine.add_request(Request([*parent, 5, 6], "child", 60, min_tokens=60, **names))
         engine.step()
         engine.add_request(Request(text(20, 320), "big", 2))
         results = {}

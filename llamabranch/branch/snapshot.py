@@ -1,22 +1,16 @@
 """A branch copied out of its context: its state, its file, and the checks before it is restored.
 
-A file has a fixed header, metadata as JSON, and raw arrays; two SHA-256 checksums cover all of it. It is
-written completely or not at all, and read as untrusted input: sizes are checked before anything is
-allocated, and the K/V cell by cell before llama.cpp gets it, because whoever changes the file can
-recompute its checksums.
+The file is read as untrusted input, and the K/V is checked cell by cell before llama.cpp gets it, because
+whoever changes the file can recompute its checksums.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import stat
-import struct
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from os import PathLike
-from typing import Annotated, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -24,93 +18,23 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from ..context import Context
+from ..context.kv_file import (
+    MAX_METADATA_BYTES,
+    Arrays,
+    KVCompatibility,
+    read_arrays,
+    read_head,
+    write,
+)
 from ..context.logits import LogitsRow
-from ..errors import LlamaBranchError, SnapshotError, UnsupportedError, UsageError
-from ..files import atomic_write, path_of
+from ..errors import LlamaBranchError, SnapshotError, UnsupportedError
+from ..files import path_of
 from ..generation.text import Text
 from ..native.library import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 
 _MAGIC = b"\x89LBRANCH"
-_VERSION, _WITH_HIDDEN = 1, 2  # before 0.5 a file could end with hidden states, which are skipped
-# Magic, version, the numbers of metadata bytes, tokens, surprisals, logits, hidden states of a token
-# and K/V bytes, and the SHA-256 of the arrays. After the header follows the SHA-256 of the header
-# and the metadata.
-HEADER = struct.Struct("<8sIIIIIIQ32s")
-_DIGEST_BYTES = 32
-_MAX_METADATA_BYTES = 16 << 20
-_MAX_TOKENS = 1 << 30
-_ARRAYS = {"tokens": "<i4", "surprisals": "<f8", "logits": "<f4", "state": "u1"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVCompatibility:
-    """Everything that the K/V of a sequence depends on, besides its tokens."""
-
-    fingerprint: str
-    architecture: str
-    n_layer: int
-    n_embd: int
-    n_vocab: int
-    kv_type: str
-    flash_attention: bool | None = None
-    rope: str
-    model: str | None = None  # its file's name, for messages
-
-    @classmethod
-    def of(cls, ctx: Context) -> KVCompatibility:
-        """Return the values of a context.
-
-        Raises:
-            SnapshotError: the model's file is missing, or is not the one that was loaded.
-        """
-        layout = ctx.kv_cache.state_layout
-        model = ctx.model
-        try:
-            fingerprint = model.fingerprint
-        except UsageError as error:
-            raise SnapshotError(
-                f"the model cannot be identified: {error}", hint=error.hint
-            ) from error
-        return cls(
-            fingerprint=fingerprint,
-            architecture=model.architecture,
-            n_layer=model.n_layer,
-            n_embd=model.n_embd,
-            n_vocab=model.n_vocab,
-            kv_type=ctx.kv_type,
-            flash_attention=None if layout is None else layout.flash_attention,
-            rope=_rope(ctx),
-            model=model.path.name,
-        )
-
-    def check(self, ctx: Context) -> None:
-        """Raise SnapshotError unless ``ctx`` computes the same K/V."""
-        ours = asdict(KVCompatibility.of(ctx))
-        if ctx.model.is_of(self.fingerprint):  # versions before 0.4 wrote another fingerprint
-            ours["fingerprint"] = self.fingerprint
-        for name, theirs in asdict(self).items():
-            if name != "model" and theirs != ours[name]:
-                setting = name if name in ("kv_type", "flash_attention", "rope") else None
-                if name == "fingerprint":
-                    name, theirs = "model", self.model or "its name was not saved"
-                raise SnapshotError(
-                    f"the snapshot is from another {name}: {theirs!s:.80}, this context has {ours[name]}",
-                    setting=setting,
-                    hint="create the context with the model and settings it was saved with",
-                )
-
-
-def _rope(ctx: Context) -> str:
-    """Return the RoPE settings: stored keys are already rotated by them."""
-    options = ctx.params.native()  # in llama.cpp's numbers
-    parts = [f"{k}={v:g}" for k, v in options.items() if k.startswith(("rope_", "yarn_"))]
-    scaling = f"{ctx.model.architecture}.rope.scaling."
-    trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
-    if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":
-        parts.append(f"long={ctx.n_ctx_seq > int(trained)}")  # LongRoPE has two sets of factors
-    return " ".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +61,14 @@ class Snapshot:
     appended: tuple[tuple[int, int], ...] = ()
 
     @property
+    def arrays(self) -> Arrays:
+        """The arrays, as a file has them."""
+        return Arrays(self.tokens, self.surprisals, self.logits, self.state)
+
+    @property
     def n_bytes(self) -> int:
         """Size of the arrays in bytes."""
-        return sum(getattr(self, name).nbytes for name in _ARRAYS)
+        return sum(array.nbytes for array in self.arrays)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {len(self.tokens)} tokens, {self.n_bytes} bytes>"
@@ -161,27 +90,13 @@ class Snapshot:
             metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
         except ValueError as error:  # Python cannot write an integer of more than 4,300 digits
             raise SnapshotError(f"the settings cannot be written: {error}") from error
-        if len(metadata) > _MAX_METADATA_BYTES:
+        if len(metadata) > MAX_METADATA_BYTES:
             raise SnapshotError(
                 f"the grammar or the logit bias is too large: {len(metadata)} bytes"
             )
-        arrays: list[memoryview[int]] = [
-            np.ascontiguousarray(getattr(self, name), form).view(np.uint8).data
-            for name, form in _ARRAYS.items()
-        ]
-        digest = hashlib.sha256()
-        for array in arrays:
-            digest.update(array)
-        header = HEADER.pack(
-            _MAGIC, _VERSION, len(metadata), len(self.tokens), len(self.surprisals),
-            len(self.logits), 0, len(self.state), digest.digest(),
-        )  # fmt: skip
         path = path_of(path)
         try:
-            with atomic_write(path, 0o600) as file:
-                file.write(header + hashlib.sha256(header + metadata).digest() + metadata)
-                for array in arrays:
-                    file.write(array)
+            write(path, _MAGIC, metadata, self.arrays)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             # The message of this error names the temporary file.
             is_missing = isinstance(error, FileNotFoundError)
@@ -221,27 +136,20 @@ class Snapshot:
         path = path_of(path)
         try:
             # A pipe or a device would block or never end.
-            if not stat.S_ISREG(os.stat(path).st_mode):
+            if not stat.S_ISREG(path.stat().st_mode):
                 raise SnapshotError(f"{path} is not a file")
             with open(path, "rb") as file:
-                head, metadata = _read_head(file)
+                head, metadata = read_head(file, _MAGIC)
                 about = _parse(metadata)
                 if ctx is not None:
                     about.origin.check(ctx)
                     if head.n_logits > ctx.n_vocab:
                         raise SnapshotError("the snapshot's logits do not fit the vocabulary")
                     _check_room(ctx, head.n_tokens, head.n_state)
-                body = memoryview(file.read(sum(head.n_bytes)))
+                arrays = read_arrays(file, head)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"the snapshot cannot be read: {error}") from error
-        if len(body) != sum(head.n_bytes) or hashlib.sha256(body).digest() != head.digest:
-            raise SnapshotError("the snapshot is damaged: its checksum differs")
-        ends = accumulate(head.n_bytes)
-        tokens, surprisals, logits, state = (
-            np.frombuffer(body[end - n : end], form)
-            for form, n, end in zip(_ARRAYS.values(), head.n_bytes, ends, strict=False)
-        )
-        return replace(about, tokens=tokens, surprisals=surprisals, logits=logits, state=state)
+        return replace(about, **arrays._asdict())
 
     # -- trust -------------------------------------------------------------------------------------
 
@@ -298,51 +206,6 @@ def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
 
 
 # -- files -----------------------------------------------------------------------------------------
-
-
-class _Head(NamedTuple):
-    """The header of a file."""
-
-    magic: bytes
-    version: int
-    n_metadata: int
-    n_tokens: int
-    n_surprisals: int
-    n_logits: int
-    width: int
-    n_state: int
-    digest: bytes
-
-    @property
-    def n_bytes(self) -> tuple[int, ...]:
-        """The size of each array in bytes."""
-        n = self.n_tokens
-        return 4 * n, 8 * self.n_surprisals, 4 * self.n_logits, self.n_state, 4 * n * self.width
-
-
-def _read_head(file: BinaryIO) -> tuple[_Head, bytes]:
-    """Return the header of a file, checked, and its metadata."""
-    raw = file.read(HEADER.size)
-    if len(raw) < HEADER.size or not raw.startswith(_MAGIC):
-        raise SnapshotError("not a snapshot: its first bytes are not a snapshot header")
-    head = _Head(*HEADER.unpack(raw))
-    if head.version not in (_VERSION, _WITH_HIDDEN):
-        raise SnapshotError(
-            f"the snapshot has format {head.version}, this library reads {_VERSION} and {_WITH_HIDDEN}"
-        )
-    n_before = HEADER.size + _DIGEST_BYTES + head.n_metadata
-    if (
-        (head.width > 0) != (head.version == _WITH_HIDDEN)
-        or head.n_metadata > _MAX_METADATA_BYTES
-        or head.n_tokens > _MAX_TOKENS
-        or head.n_surprisals > head.n_tokens
-        or os.fstat(file.fileno()).st_size != n_before + sum(head.n_bytes)
-    ):
-        raise SnapshotError("the snapshot is damaged: its size does not match its header")
-    expected, metadata = file.read(_DIGEST_BYTES), file.read(head.n_metadata)
-    if hashlib.sha256(raw + metadata).digest() != expected:
-        raise SnapshotError("the snapshot is damaged: its checksum differs")
-    return head, metadata
 
 
 class _About(Struct):

@@ -13,9 +13,9 @@ position, 0, and the tensors.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -24,6 +24,9 @@ import numpy.typing as npt
 from ..errors import SnapshotError
 
 State = npt.NDArray[np.uint8]
+# A cache of a state: its kind, its head, the rows of its cells without owners, and for each tensor its
+# name and its bytes, (rows, cells, bytes).
+_Cache = tuple[str, State, State, "list[tuple[State, State]]"]
 
 _CELLS, _WINDOW, _RECURRENT = "cells", "window", "recurrent"
 _COMBINATIONS = (
@@ -122,42 +125,91 @@ class StateLayout:
         """True if it is the cells of two caches, one of them with a window, and nothing else."""
         return [part.kind for part in self.parts] == [_CELLS, _WINDOW]
 
-    def with_owner(self, state: State) -> State:
-        """Return a state in a form that llama.cpp restores: with an owner for each cell.
+    @property
+    def partial(self) -> StateLayout:
+        """The layout of the part of a state that cannot be cut: states and cells of windows."""
+        return replace(self, parts=tuple(part for part in self.parts if part.kind != _CELLS))
 
-        llama.cpp writes no owner for sequences with ids of n_seq_max or more, but restores only cells
-        that have an owner. Any owner will do.
+    def joined(self, pieces: Sequence[tuple[State, int, int]]) -> State:
+        """Return one state with the cells of several: those of positions [start, end) of each.
 
-        Raises:
-            SnapshotError: its cells have owners.
+        Windows and recurrent states are those of the last one. Each cell gets an owner: llama.cpp
+        writes none for sequences with ids of n_seq_max or more, but restores only cells that have
+        one. Any owner will do.
+
+        Args:
+            pieces: states of this layout, each with its start and end.
         """
-        start = 16  # magic, sequence id, number of streams, number of cells
-        n = int(state[12:start].view(np.uint32)[0])
-        size = 8 + self.extension
-        end = start + n * size
-        cells = state[start:end].reshape(n, size)
-        if cells[:, 4:8].any():
-            raise SnapshotError("the cells of the K/V have owners")
-        owned = np.zeros((n, size + 4), dtype=np.uint8)
-        owned[:, :size] = cells
-        owned[:, 4] = 1
-        return np.concatenate((state[:start], owned.reshape(-1), state[end:]))
+        last = pieces[-1][0]
+        written = [last[:_BEFORE_STREAMS]]
+        for caches in zip(*(self._caches(state) for state, _, _ in pieces), strict=True):
+            kind, head, cells, tensors = caches[-1]
+            if kind == _RECURRENT:
+                written.append(head)
+                continue
+            chosen: list[slice | npt.NDArray[np.intp]] = [slice(0, len(cells))]
+            if kind == _CELLS:
+                chosen = [
+                    _between(cache[2], start, end)
+                    for cache, (_, start, end) in zip(caches, pieces, strict=True)
+                ]
+            sources = caches[-len(chosen) :]
+            rows = np.concatenate([c[2][cut] for c, cut in zip(sources, chosen, strict=True)])
+            owned = np.zeros((len(rows), rows.shape[1] + 4), dtype=np.uint8)
+            owned[:, :-4] = rows
+            owned[:, 4] = 1
+            written += [_number(1), _number(len(rows)), owned.reshape(-1), head]
+            for i, (name, _) in enumerate(tensors):
+                parts = [c[3][i][1][:, cut] for c, cut in zip(sources, chosen, strict=True)]
+                written += [name, np.concatenate(parts, axis=1).reshape(-1)]
+        return np.concatenate(written)
 
-    def check(self, state: State, n_tokens: int) -> None:
-        """Raise an error unless ``state`` has this layout and the positions 0 to n_tokens - 1, each once.
+    def _caches(self, state: State) -> Iterator[_Cache]:
+        """Yield what each cache of a state has, without a check; a recurrent one is all head."""
+        at = _BEFORE_STREAMS
+        for part in self.parts:
+            if part.kind == _RECURRENT:
+                yield part.kind, state[at:], state[:0], []
+                continue
+            n, size = int(state[at + 4 : at + 8].view(np.uint32)[0]), 8 + self.extension
+            at += 8
+            stride = size + 4 * bool(n and state[at + 4])  # a cell may have an owner
+            cells = state[at : at + n * stride].reshape(n, stride)[:, :size]
+            at += n * stride
+            head, tensors = state[at : at + 8], list[tuple[State, State]]()
+            at += 8
+            for i, (_, size) in enumerate(part.tensors):
+                name, shape = state[at : at + 12], (1, n, size)
+                if part.transposed and i >= part.n_layer:
+                    element, width = map(int, name[4:].view(np.uint32))
+                    shape = width, n, element
+                at += 12 + n * size
+                tensors.append((name, state[at - n * size : at].reshape(shape)))
+            yield part.kind, head, cells, tensors
 
-        A cache of sliding-window layers has only the last positions.
+    def check(self, state: State, n_tokens: int, start: int = 0) -> None:
+        """Raise an error unless ``state`` has this layout and the positions from start to n_tokens - 1.
+
+        It has each of them once. A cache of sliding-window layers has only the last positions.
 
         Raises:
             SnapshotError: another layout; a missing, repeated or additional position; a number that is
                 not finite.
         """
-        reader = _Reader(state, n_tokens)
+        reader = _Reader(state, n_tokens, start)
         kinds = tuple(part.kind for part in self.parts)
         has_values = any(len(p.tensors) > p.n_layer for p in self.parts if p.kind != _RECURRENT)
         if reader.read(kinds, self.extension, has_values) != self:
             raise SnapshotError("the K/V layout differs from that of this context")
         reader.check_numbers()
+
+
+def _between(cells: State, start: int, end: int) -> slice | npt.NDArray[np.intp]:
+    """Return which cells have positions [start, end), if possible as a slice, which copies nothing."""
+    positions = np.ascontiguousarray(cells[:, :4]).view(np.int32).reshape(-1)
+    found = np.flatnonzero((positions >= start) & (positions < end))
+    first, n = (int(found[0]), len(found)) if len(found) else (0, 0)
+    return slice(first, first + n) if not n or found[-1] == first + n - 1 else found
 
 
 _BEFORE_STREAMS = 8  # magic, sequence id
@@ -187,7 +239,8 @@ def _number(n: int) -> State:
 class _Reader:
     """Reads a state from its start; checks every size before using it."""
 
-    def __init__(self, state: State, n_tokens: int) -> None:
+    def __init__(self, state: State, n_tokens: int, start: int = 0) -> None:
+        self._start = start
         self._state = state
         self._bytes = state.data
         self._at = 0
@@ -223,9 +276,11 @@ class _Reader:
         start = self._skip(n * size)
         cells = self._state[start : self._at].reshape(n, size)
         positions = np.sort(np.ascontiguousarray(cells[:, :4]).view(np.int32)[:, 0])
-        first = 0 if self._kind == _CELLS else self._n_tokens - n
+        first = self._start if self._kind == _CELLS else self._n_tokens - n
         if not np.array_equal(positions, np.arange(first, self._n_tokens)):
-            raise SnapshotError(f"the K/V does not hold the positions 0 to {self._n_tokens - 1}")
+            raise SnapshotError(
+                f"the K/V does not hold the positions {self._start} to {self._n_tokens - 1}"
+            )
         if (np.ascontiguousarray(cells[:, 4:8]).view(np.int32) != 1).any():
             raise SnapshotError("a cell of the K/V belongs to several sequences")
         transposed, n_layer = self._numbers("<II")

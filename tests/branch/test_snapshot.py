@@ -22,7 +22,7 @@ from rounding import rounding
 
 import llamabranch as lb
 from llamabranch.branch import Snapshot
-from llamabranch.branch.snapshot import HEADER
+from llamabranch.context.kv_file import HEADER
 from llamabranch.errors import SnapshotError
 from llamabranch.native.context import ContextHandle
 from llamabranch.native.state_layout import StateLayout

@@ -16,7 +16,7 @@ from commands import answer, run, said_by
 from test_drafted_text import CALLERS, Case, plain
 
 import llamabranch as lb
-from llamabranch.branch.snapshot import HEADER
+from llamabranch.context.kv_file import HEADER
 from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError, ModelLoadError
 from llamabranch.generation.drafter import DraftRequest, FixedLength

@@ -144,10 +144,10 @@ class Side:
         self.open()
 
     def open(self) -> None:
-        """Start the server, restore its slots, and let it answer a short request."""
+        """Start the server, let it answer a short request, and restore its slots."""
         self.served = self._start()
-        self._slots("restore")
         asyncio.run(self.served.stream({"prompt": "Once upon a time", "max_tokens": 8}))
+        self._slots("restore")
 
     def close(self) -> None:
         """Save the slots, and end the server."""

@@ -90,6 +90,7 @@ class Context:
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
         # Returns the core that runs the texts of all callers, or None.
         self.core: Callable[[], object] | None = None
+        self.records: object = None
         self._head: Context | None = None
         self.prefix_cache = None
         if resolved.prefix_cache:

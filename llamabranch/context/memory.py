@@ -115,6 +115,7 @@ class Memory:
         prefix_seq_ids: the sequences that the prefix cache holds.
         spare_seq_ids: ids from ``n_seq_max`` up. Cells can refer to them; they cannot decode.
         evict: a function that frees at least n cells of the prefix cache, and returns how many it freed.
+        protected: a function that returns the sequences of the prefix cache that it may not free now.
         compact: a function that writes all sequences again, in order, without holes; False if
             impossible.
         order: the `CellOrder`, which keeps the cells in order if ``keeps_order``.
@@ -145,6 +146,7 @@ class Memory:
         self.prefix_seq_ids: set[int] = set()
         self.spare_seq_ids = range(n_seq_max, _MOVED)
         self.evict: Callable[[int], int] = lambda _n: 0
+        self.protected: Callable[[], Iterable[int]] = tuple
         self.compact: Callable[[], bool] = lambda: False
         # The quarantined cells need a sequence id.
         keeps_order = keeps_order and n_seq_max < max_sequences()
@@ -339,9 +341,10 @@ class Memory:
 
     @property
     def n_free(self) -> int:
-        """Number of cells that no sequence uses, or only the prefix cache."""
+        """Number of cells that no sequence uses, or only the prefix cache, which may free them."""
         cells, cached = self.cells, self.prefix_seq_ids
-        used, _ = cells.count(i for i in range(cells.n_seq_max) if i not in cached)
+        its = {i for i in range(cells.n_seq_max) if i not in cached}
+        used, _ = cells.count(its.union(self.protected()))
         return cells.n_cells - used
 
     @property

@@ -3,8 +3,16 @@
 A cached prefix has a sequence that is never decoded. It refers to the cells the text was read into.
 A new text with the same beginning shares those cells, as a fork does. So nothing is copied, the
 cells of a text stay in order, and a text that continues a kept one gets the logits it would have
-had alone. Cells of the least recently used texts are evicted first, from the end of the text. Cells
-that other sequences also use stay, since evicting them would free nothing.
+had alone. Cells are evicted from the end of a text. Cells that other sequences also use stay, since
+evicting them would free nothing. Texts go in this order:
+
+1. texts of sessions that have ended;
+2. texts without a session: those that were not used for long first, and those whose beginning many
+   texts have shared later;
+3. texts of a session except its longest, least recently used first;
+4. the longest texts of sessions, least recently used first.
+
+The longest text of a session is not evicted while a session below it runs.
 """
 
 from __future__ import annotations
@@ -18,8 +26,10 @@ from ..model.text import n_common
 from ..native.interrupts import uninterrupted
 from .memory import END, Memory
 from .sequence_ids import SequenceIds
+from .sessions import Session, Sessions
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
+_MOST_SHARED = 8  # a text that was shared more often is not kept longer
 _FEWEST_IDS = 14  # with fewer ids of their own, cached texts take sequences of the context
 
 
@@ -30,10 +40,21 @@ class CachedPrefix:
     Attributes:
         tokens: its token ids.
         seq_id: the sequence; -1 if it has none.
+        session: the session that it belongs to, if any.
+        n_shared: how many tokens other texts have taken from it, in total.
+        age: the worth of the text that was evicted last when it was used last.
     """
 
     tokens: list[int]
     seq_id: int = -1
+    session: Session | None = None
+    n_shared: int = 0
+    age: float = 0.0
+
+    @property
+    def worth(self) -> float:
+        """How long it is kept: it grows with each use, and with time as other texts are evicted."""
+        return self.age + 1 + min(_MOST_SHARED, self.n_shared / len(self.tokens))
 
 
 def longest_prefix(
@@ -69,6 +90,9 @@ class PrefixCache:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: the total number of tokens found.
         n_evicted: how many cells were freed because other texts needed them.
+        sessions: the sessions of its texts.
+        asker: the session of the text that needs cells now, if any.
+        note_evicted: called with a text before it loses its end, and how many tokens are left; 0 = none.
 
     If the memory cannot be cut (recurrent, hybrid, sliding window), a text helps only texts that
     begin with all of it, or with its tokens up to one of its checkpoints.
@@ -84,7 +108,11 @@ class PrefixCache:
         self.n_hits = 0
         self.n_hit_tokens = 0
         self.n_evicted = 0
-        memory.evict = self.evict
+        self.sessions = Sessions()
+        self.asker: Session | None = None
+        self.note_evicted: Callable[[CachedPrefix, int], None] = lambda _text, _left: None
+        self._age = 0.0
+        memory.evict, memory.protected = self.evict, self._protected
         sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
 
     def __len__(self) -> int:
@@ -122,7 +150,7 @@ class PrefixCache:
             The sequence; None if ``take`` has to copy, or if there is nothing to take.
         """
         n, text = self._find(tokens)
-        if text is None:
+        if text is None or text.seq_id in self._protected():
             return None
         self._kept.move_to_end(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
@@ -138,6 +166,8 @@ class PrefixCache:
 
     def _note_hit(self, text: CachedPrefix, n: int) -> None:
         self._kept.move_to_end(text)
+        text.age = self._age
+        text.n_shared += n
         self.n_hits += 1
         self.n_hit_tokens += n
 
@@ -148,12 +178,20 @@ class PrefixCache:
     # -- keeping and evicting ----------------------------------------------------------------------
 
     @uninterrupted
-    def put(self, seq_id: int, tokens: Sequence[int], *, is_last: bool = False) -> bool:
+    def put(
+        self,
+        seq_id: int,
+        tokens: Sequence[int],
+        session: Session | None = None,
+        *,
+        is_last: bool = False,
+    ) -> bool:
         """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.
 
         Args:
             seq_id: a sequence that is held.
             tokens: the tokens that it holds.
+            session: the session that it belongs to, if any.
             is_last: nobody else uses the sequence from now on, so the cached text may take it over.
 
         Returns:
@@ -161,14 +199,17 @@ class PrefixCache:
         """
         if len(tokens) < MIN_SHARED:
             return False
+        text = CachedPrefix(list(tokens), session=session, age=self._age)
         n, known = self._find(tokens)
-        if known is not None:
+        # A text of another session stays beside this one: they are evicted at different times.
+        if known is not None and known.session in (None, session):
             if n == len(tokens):
                 self._kept.move_to_end(known)
+                known.session = session
                 return False
             if n == len(known.tokens) and self._memory.usable(seq_id, n) == n:
+                text.n_shared = known.n_shared
                 self._drop(known)  # the new text continues the known one
-        text = CachedPrefix(list(tokens))
         transfers = is_last and not self._memory.spare_seq_ids  # a transfer takes no other sequence
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
@@ -202,7 +243,7 @@ class PrefixCache:
         freed, is_over = 0, False
         while freed < n_cells and not is_over:
             is_over = True  # unless a text was freed that another one is a part of
-            for text in self.texts():
+            for text in self._in_order():
                 if freed < n_cells and (n := self._shorten(text, n_cells - freed)):
                     freed, is_over = freed + n, False
         self.n_evicted += freed
@@ -218,18 +259,50 @@ class PrefixCache:
         # Another text may have all that would be left.
         others = (other for other in self._kept if other is not text)
         is_kept = keep >= MIN_SHARED and longest_prefix(others, text.tokens[:keep])[0] < keep
+        self._note_evicted(text, keep)
         if is_kept and self._memory.cut(text.seq_id, keep) == keep:
             del text.tokens[keep:]
         else:
             self._drop(text)
         return min(n_alone, n_tokens - keep)
 
+    def _note_evicted(self, text: CachedPrefix, n_left: int) -> None:
+        if text.session is None:
+            self._age = max(self._age, text.worth)
+        self.note_evicted(text, n_left)
+
+    def _in_order(self) -> list[CachedPrefix]:
+        """Return the texts that may be evicted, the first one first."""
+        longest: dict[Session | None, CachedPrefix] = {}
+        for text in self._kept:
+            if text.session not in longest or len(text.tokens) > len(longest[text.session].tokens):
+                longest[text.session] = text
+        protected = self._protected()
+
+        def rank(text: CachedPrefix) -> tuple[int, float]:
+            session = text.session
+            if session is None:
+                return 1, text.worth
+            return 0 if session.has_ended else 3 if longest[session] is text else 2, 0
+
+        return sorted((text for text in self._kept if text.seq_id not in protected), key=rank)
+
+    def _protected(self) -> set[int]:
+        """Return the sequences of the longest texts of sessions above a session that runs."""
+        running = self.sessions.running() + ([] if self.asker is None else [self.asker])
+        above = {
+            session for below in running for session in below.ancestors() if session is not below
+        }
+        kept = ([text for text in self._kept if text.session is session] for session in above)
+        return {max(texts, key=lambda text: len(text.tokens)).seq_id for texts in kept if texts}
+
     @uninterrupted
     def evict_text(self) -> bool:
-        """Drop the least recently used text; return False if no text is left."""
-        for text in self.texts():
+        """Drop the first text in the order of eviction; return False if none is left."""
+        for text in self._in_order():
             _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone
+            self._note_evicted(text, 0)
             self._drop(text)
             return True
         return False

@@ -10,8 +10,10 @@ from typing_extensions import TypeVar, Unpack
 
 from ..context import Context as CacheContext
 from ..model import Prompt
+from ..run.records import records_of
 
 if TYPE_CHECKING:
+    from ..request.record import Record
     from ..request.request import AnyRequest
     from ..request.result import Result
     from ..run.job import Job
@@ -231,6 +233,11 @@ class Context(CacheContext):
         from .completion import submit
 
         return submit(self, request, self._drafters)
+
+    @property
+    def requests(self) -> list[Record]:
+        """What each of the last 500 requests has cost, oldest first, and why tokens were read."""
+        return records_of(self).all()
 
     @cached_property
     def _drafters(self) -> dict[bool, Drafter]:

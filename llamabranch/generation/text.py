@@ -23,6 +23,7 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..context.progress import OnPromptProgress, Reading
 from ..context.runner import decode_run
+from ..context.sessions import Session
 from ..errors import BranchStateError, CapacityError, ConfigError
 from ..model.text import decode_utf8
 from ..model.tree import TextNode
@@ -673,10 +674,12 @@ class Text(TextNode):
                 self.append_unscored(tokens[:n], None, n if n_prompt is None else n_prompt)
             return n
 
-    def keep_cached(self, *, is_last: bool = False) -> None:
+    def keep_cached(self, session: Session | None = None, *, is_last: bool = False) -> None:
         """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
 
-        ``is_last``: whether ``release`` follows.
+        Args:
+            session: the session that it belongs to, if any.
+            is_last: whether ``release`` follows.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
@@ -687,7 +690,7 @@ class Text(TextNode):
                 return
             if n >= len(self.tokens) - 1 or self._cache.can_draft:
                 self._owned_by_prefix_cache = prefixes.put(
-                    self.seq_id, self.tokens[:n], is_last=is_last
+                    self.seq_id, self.tokens[:n], session, is_last=is_last
                 )
 
     def restore(

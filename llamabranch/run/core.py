@@ -175,6 +175,7 @@ class Core:
                     for stats in self._stats_of(self._in_step, caller):
                         stats.elapsed_s += elapsed_s
                     self._step, self._in_step = None, []
+                    self.scheduler.records.note_asker(None)
                     self._deliver()
         self.tidy()
 
@@ -267,6 +268,7 @@ class Core:
                     choice.running.draft_limit = choice.output.draft_limit
                     running.append(choice.running)
             around = partial(self._stoppable, reading) if reading else nullcontext
+            self.scheduler.records.note_asker(max(self._in_step, key=lambda its: its.n_uncached))
             step = Step(self.ctx, running, reading, around)
             if self._decode(step):
                 self._count(step)
@@ -464,6 +466,7 @@ class Core:
                 self._events += ending.break_off(reason)
                 ending.error = error
                 result, stats = ending.result(reason, error), ending.job.caller.stats
+                self.scheduler.records.end(ending, result)
                 self._events += ending.told(result=result)
                 stats.generated_tokens += len(result.tokens)
                 self.scheduler.finish(ending)

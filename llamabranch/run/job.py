@@ -19,6 +19,7 @@ from typing import cast
 
 from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import PromptProgress, Reading
+from ..context.sessions import Session
 from ..errors import CapacityError, LlamaBranchError
 from ..generation.draft_states import Beginning
 from ..generation.drafter import NO_STATE, DraftState, SpeculativeStats
@@ -29,6 +30,7 @@ from ..generation.verify import rule_name
 from ..model import TurnEvent
 from ..model.tools import begun_answer
 from ..request.openai import named_pieces
+from ..request.record import Record
 from ..request.request import Plan, Request
 from ..request.result import EngineStats, Event, Result
 from ..request.turns import TurnPieces, shown_pieces
@@ -120,6 +122,9 @@ class Job:
         sampling: the settings of its texts; each choice sets its own seed.
         max_tokens: the most tokens of a text, including its thought; None = no limit.
         seed: the seed of its first text.
+        session: the session of the request, if it names one.
+        door, dropped: how the request came, and lines that were left out; see `Record`.
+        record: what it has cost, from its first admission on.
     """
 
     def __init__(
@@ -149,6 +154,10 @@ class Job:
         self.taken: set[int] = set()
         self.choices: dict[int, Choice] = {}
         self.is_aborted = self.is_paused = False
+        self.session: Session | None = None
+        self.door = "python"
+        self.dropped: list[str] = []
+        self.record: Record | None = None
         params = request.sampling or caller.sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
@@ -443,6 +452,8 @@ class Choice:
         """Give it a sequence that holds its first ``n_cached`` tokens."""
         self.sequence = sequence
         self.state = State.RUNNING
+        if self.job.session is not None:
+            self.job.session.begin(sequence)
         if self.wants_rows:  # cached tokens are before ``logprobs_from`` and get no score
             self.scores += [None] * (n_cached + 1 - len(self.scores))
         self.note_admitted(n_cached)
@@ -521,9 +532,11 @@ class Choice:
                 if running is not None:
                     running.close()
         finally:  # also if the drafter, which may be the user's code, raises an error
+            if sequence is not None and self.job.session is not None:
+                self.job.session.end(sequence)
             if sequence is not None and not sequence.ctx.closed:
                 if self.job.beginning is None:
-                    sequence.keep_cached(is_last=True)
+                    sequence.keep_cached(self.job.session, is_last=True)
                 sequence.release()
             self.sequence = None
 

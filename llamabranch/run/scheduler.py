@@ -14,6 +14,7 @@ from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesEx
 from ..generation.text import Text
 from ..model.text import n_common
 from .job import Caller, Choice, Job, Key, State, Told
+from .records import records_of
 
 
 class Scheduler:
@@ -31,6 +32,7 @@ class Scheduler:
         ctx: the context that has the sequences.
 
     Attributes:
+        records: what the requests have cost.
         active: the choices that read their prompt or generate.
         idle: the parked choices that still hold a sequence, least recently used first.
         no_sequence: the error if no choice is active because the context's other users hold all
@@ -39,6 +41,7 @@ class Scheduler:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
+        self.records = records_of(ctx)
         self.active: list[Choice] = []
         self.idle: list[Choice] = []
         self.no_sequence: SequencesExhaustedError | None = None
@@ -52,6 +55,11 @@ class Scheduler:
         """Put the texts of a request into the queue; a second call does nothing."""
         if job not in self._known:
             self._known[job] = None
+            request, prefixes = job.request, self._ctx.prefix_cache
+            if prefixes is not None and request.session_id is not None:
+                job.session = prefixes.sessions.of(
+                    request.session_id, request.parent_session_id, request.ttl
+                )
             heapq.heappush(self._queue, (job.key, job))
 
     def __contains__(self, job: Job) -> bool:
@@ -207,6 +215,7 @@ class Scheduler:
             choice.job.caller.stats.shared_prompt_tokens += n_cached
         choice.admit(text, n_cached)
         self.active.append(choice)
+        self.records.begin(choice, min(n_cached, len(choice.job.prompt)))
 
     def _admit(self, choice: Choice, previous: SequencesExhaustedError | None) -> bool:
         """Give the first waiting choice a sequence or an error; return False if it must wait.
@@ -222,6 +231,7 @@ class Scheduler:
             self.active.append(choice)
             choice.state = State.RUNNING
             return True
+        self.records.note_asker(choice)
         with self._ctx.lock:  # another thread may close the context, or decode
             self._ctx.decoder.check_open()
             source, n_cached = self._best_prefix(choice)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server over the engine.
+"""An HTTP server over the engine, with OpenAI's and Anthropic's API.
 
 settings.py     the settings of a server, checked
 server.py       the socket, loading, the end
@@ -9,7 +9,8 @@ limits.py       bodies, clients that leave or do not read, errors
 errors.py       errors in the form for clients
 fields.py       the fields of requests, converted for the engine
 generation.py   the texts of one request, and its answer
-completions.py  completions, chat completions
+completions.py  OpenAI's completions, chat completions
+anthropic.py    Anthropic's messages
 utilities.py    models, health, the tokenizer
 service.py      shared by all endpoints: model, engine, settings
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import completions, require_server, utilities
-from .errors import HttpError
+from . import anthropic, completions, require_server, utilities
+from .errors import HttpError, door_of
 from .limits import Limits
 from .messages import reply
 from .security import Guard, cors
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
     "POST /v1/completions": completions.completions,
     "POST /v1/chat/completions": completions.chat,
+    "POST /v1/messages": anthropic.messages,
+    "POST /v1/messages/count_tokens": anthropic.count_tokens,
     "GET /v1/models /v1/models/{name:path}": utilities.models,
     "GET /health /v1/health": utilities.health,
     "GET /tokenizer_info": utilities.tokenizer_info,
@@ -105,6 +107,6 @@ def application(
     )
 
 
-async def _not_found(_request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     found = HttpError(error.status_code, error.detail)  # type: ignore[attr-defined]
-    return reply(found.body, found.status)
+    return reply(found.body_for(door_of(request.url.path)), found.status)

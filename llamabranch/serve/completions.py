@@ -14,6 +14,7 @@ from ..model.thoughts import ThinkingChoice, thinking_variables
 from ..model.tools import openai_deltas
 from ..request.openai import chat_choice, completion_choice
 from ..request.request import TextOptions
+from ..run.job import Job
 from .errors import HttpError
 from .fields import HttpFields, Prompt, Top, prepared, prompt_tokens
 from .generation import Update, Writer, answer
@@ -61,7 +62,7 @@ async def completions(call: HttpRequest, service: Service) -> Response:
         n_added = [len(all_) - len(own) for all_, own in zip(prompts, bare, strict=True)]
         if fields.stream and top is not None:
             raise HttpError(400, "echo with logprobs cannot be streamed", param="stream")
-    options = await fields.options(service, fields.limit(_DEFAULT_TOKENS), top)
+    options = await fields.options(call, service, fields.limit(_DEFAULT_TOKENS), top)
     options["prompt_logprobs"] = top if fields.echo else None
     jobs = await prepared(service, prompts, options, param="prompt", reports_tokens=fields.stream)
     return await answer(_CompletionWriter(service, fields, n_added), jobs)
@@ -95,6 +96,8 @@ class _CompletionWriter(Writer[CompletionFields]):
         n_added: how many tokens at the beginning of each prompt were added by the server; an echo leaves
             out the names of control tokens among them.
     """
+
+    door = "completions"
 
     def __init__(self, service: Service, fields: CompletionFields, n_added: Sequence[int]) -> None:
         super().__init__(service, fields, "cmpl", "text_completion")
@@ -185,14 +188,36 @@ async def chat(call: HttpRequest, service: Service) -> Response:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     if fields.modalities not in (None, [], ["text"]):
         raise HttpError(400, "modalities other than text are not supported", param="modalities")
+    jobs = await chat_jobs(call, service, fields)
+    return await answer(_ChatWriter(service, fields), jobs)
+
+
+async def chat_options(
+    call: HttpRequest, service: Service, fields: ChatFields
+) -> dict[str, object]:
+    """Return the options of ``Context.chat`` for a request.
+
+    Raises:
+        LlamaBranchError: a value is out of range, or the grammar is invalid.
+    """
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     limit = fields.limit(service.settings.max_tokens)
-    options = await fields.options(service, limit, top_logprobs)
-    jobs = await prepared(
-        service, fields.messages, fields.chat_options(service, options),
-        param="messages", reports_tokens=fields.stream,
-    )  # fmt: skip
-    return await answer(_ChatWriter(service, fields), jobs)
+    options = await fields.options(call, service, limit, top_logprobs)
+    return fields.chat_options(service, options)
+
+
+async def chat_jobs(
+    call: HttpRequest, service: Service, fields: ChatFields, **more: object
+) -> list[Job]:
+    """Return the engine's requests for a conversation, with ``more`` options.
+
+    Raises:
+        HttpError, LlamaBranchError: see `prepared`.
+    """
+    options = await chat_options(call, service, fields) | more
+    return await prepared(
+        service, fields.messages, options, param="messages", reports_tokens=fields.stream
+    )
 
 
 class _ChatWriter(Writer[ChatFields]):
@@ -201,6 +226,8 @@ class _ChatWriter(Writer[ChatFields]):
     Args:
         service, fields: the model, and the request.
     """
+
+    door = "chat"
 
     def __init__(self, service: Service, fields: ChatFields) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"

@@ -1,4 +1,4 @@
-"""Errors for clients: an HTTP status and OpenAI's ``{"error": {...}}``."""
+"""Errors for clients: an HTTP status, and a body as OpenAI or Anthropic writes it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _TYPES = {
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
     501: "not_supported_error", 503: "unavailable_error", 504: "timeout_error",
 }  # fmt: skip
+_ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}  # other types
 _BAD = errors.ConfigError, errors.GrammarError, errors.TokenizeError, errors.UnsupportedError
 
 
@@ -35,6 +36,19 @@ class HttpError(Exception):
         self.status = status
         self.body = {"error": error}
         self.headers = {"retry-after": "1"} if status in (429, 503) else {}
+
+    def body_for(self, door: str) -> dict[str, object]:
+        """Return the body in the form of an endpoint, see `door_of`."""
+        if door != "messages":
+            return {**self.body}
+        kind = _ANTHROPIC.get(self.status, self.body["error"]["type"])
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+
+def door_of(path: str) -> str:
+    """Return the endpoint of a path: "messages", "chat" or "completions"."""
+    parts = path.removeprefix("/v1/").split("/")
+    return parts[0] if parts[0] in ("messages", "chat") else "completions"
 
 
 def http_error(

@@ -1,15 +1,15 @@
 """The fields of all HTTP requests for texts, and their prompts and calls.
 
-Unknown fields are ignored; so are OpenAI's fields that do not change a text (``user``, ``store``,
-``metadata``, ...).
+Unknown fields are ignored; so are OpenAI's fields that do not change a text (``user``, ``store``, ...).
 """
 
 from __future__ import annotations
 
 from asyncio import to_thread
 from collections.abc import Mapping
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ..engine.completion import Call
@@ -19,6 +19,9 @@ from ..request.request import TextOptions
 from ..run.job import Job
 from .errors import HttpError
 from .service import Service
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
 
 Top = Annotated[int, Meta(ge=0, le=20)]  # how many of the most probable tokens are reported
 
@@ -39,9 +42,17 @@ class HttpFields(TextFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     token_details: bool | None = None
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    ephemeral: bool | None = None
+    metadata: dict[str, object] | None = None
 
     async def options(
-        self, service: Service, max_tokens: int | None, top_logprobs: int | None
+        self,
+        call: HttpRequest,
+        service: Service,
+        max_tokens: int | None,
+        top_logprobs: int | None,
     ) -> TextOptions:
         """Return the options of ``Context.complete`` with the given limits.
 
@@ -52,7 +63,40 @@ class HttpFields(TextFields, kw_only=True):
         fields = self.arguments(base, service.model)
         options = {"max_tokens": max_tokens, "top_logprobs": top_logprobs}
         grammar = await to_thread(self.text_grammar)
-        return cast(TextOptions, {**fields, **options, "grammar": grammar})
+        session = self.session(call.headers)
+        return cast(TextOptions, {**fields, **options, **session, "grammar": grammar})
+
+    def session(self, headers: Mapping[str, str]) -> dict[str, object]:
+        """Return the options that say to which session a request belongs.
+
+        The fields of the body count first, then the headers ``X-Session-Id`` and
+        ``X-Parent-Session-Id``, then what Claude Code sends: headers with the ids of the session and of
+        its agents, or ``metadata.user_id``, which contains the session.
+        """
+        user_id = (self.metadata or {}).get("user_id")
+        main = headers.get("x-claude-code-session-id") or _session_in(user_id)
+        agent = headers.get("x-claude-code-agent-id")
+        above = (headers.get("x-claude-code-parent-agent-id") or main) if agent else None
+        own = self.session_id or headers.get("x-session-id") or agent or main
+        parent = self.parent_session_id or headers.get("x-parent-session-id") or above
+        options: dict[str, object] = {"session_id": own, "parent_session_id": parent}
+        return options | ({"ttl": 0.0} if self.ephemeral else {})
+
+
+class _UserId(Struct):
+    """The JSON that Claude Code sends as ``user_id``."""
+
+    session_id: str | None = None
+
+
+def _session_in(user_id: object) -> str | None:
+    """Return the session that an agent's ``user_id`` names: in JSON, or at the end of a text."""
+    if not isinstance(user_id, str):
+        return None
+    try:
+        return msgspec.json.decode(user_id, type=_UserId).session_id
+    except (msgspec.DecodeError, RecursionError):
+        return user_id.partition("_session_")[2] or None
 
 
 async def prepared(

@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast
 
 from ..branch import Produced
+from ..context.progress import PromptProgress
 from ..engine import Request, Result
 from ..model import TurnEvent
 from ..request.openai import End, end_reason
@@ -40,6 +41,7 @@ class Update:
         turn: what is new in the turn of an answer.
         ended: the event that ended the text, if it has ended.
         ended_thought: all tokens of the thought, as the result will have them, if it has just ended.
+        progress: how much of the prompt is read, if the request asked for it and that has changed.
     """
 
     index: int
@@ -52,6 +54,7 @@ class Update:
     turn: list[TurnEvent] = field(default_factory=list)
     ended: Result | None = None
     ended_thought: list[Produced] = field(default_factory=list)
+    progress: PromptProgress | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -77,7 +80,12 @@ class Writer(ABC, Generic[F]):
     Args:
         service, fields: the model, and the request.
         prefix, kind: the prefix of the answer's id, and the name of its kind.
+
+    Attributes:
+        door: the endpoint, as in `Record`.
     """
+
+    door: ClassVar[str]
 
     def __init__(self, service: Service, fields: F, prefix: str, kind: str) -> None:
         self.service = service
@@ -117,7 +125,7 @@ async def answer(writer: Writer[F], jobs: Sequence[Job]) -> Response:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
     if writer.fields.stream:
-        return await event_stream(_frames(writer, jobs))
+        return await event_stream(_frames(writer, jobs), writer.door)
     return reply(writer.body(await all_texts(writer.service, jobs)))
 
 
@@ -188,6 +196,7 @@ async def updates(
                     update.text += event.text
                     update.thought += event.thought
                     update.turn += event.turn
+                    update.progress = event.progress or update.progress
                     if token is not None and token.token >= 0 and not token.is_stop:
                         (update.thoughts if event.is_thought else update.tokens).append(token)
                     if event.ended_thought:

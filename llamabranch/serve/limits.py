@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from . import require_server
-from .errors import HttpError, http_error
+from .errors import HttpError, door_of, http_error
 from .messages import reply
 from .settings import ServeSettings
 
@@ -76,4 +76,5 @@ class Limits:
                 error = http_error(failure, state["fields"])
         finally:
             if error is not None and not has_begun:
-                await reply(error.body, error.status, error.headers)(scope, limited, patient)
+                body = error.body_for(door_of(scope["path"]))
+                await reply(body, error.status, error.headers)(scope, limited, patient)

@@ -52,24 +52,27 @@ def reply(
 class EventStream(StreamingResponse):
     """Server-sent events; its generator is closed when the request ends, however it does."""
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes, None], door: str = "") -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(pieces, headers=headers, media_type="text/event-stream")
-        self._pieces = pieces
+        self._pieces, self._door = pieces, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except CancelledError:
-            end = encoded([HttpError(503, "the server is shutting down").body])
+            error = HttpError(503, "the server is shutting down")
+            end = encoded([error.body_for(self._door)])
             await send({"type": "http.response.body", "body": end, "more_body": False})
             raise
         finally:
             await self._pieces.aclose()
 
 
-async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventStream:
-    """Return a stream of events, encoded as JSON, that ends with ``[DONE]``, or with an error.
+async def event_stream(frames: AsyncGenerator[Iterable[object], None], door: str) -> EventStream:
+    """Return a stream of events in the form of an endpoint.
+
+    It ends with an error, or, as OpenAI's streams do, with ``[DONE]``.
 
     Raises:
         Exception: ``frames`` raised it before its first events; it gets a status of its own.
@@ -86,15 +89,21 @@ async def event_stream(frames: AsyncGenerator[Iterable[object], None]) -> EventS
             async for events in frames:
                 if data := encoded(events):
                     yield data
-            yield b"data: [DONE]\n\n"
+            if door != "messages":
+                yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield encoded([http_error(error).body])
+            yield encoded([http_error(error).body_for(door)])
         finally:
             await frames.aclose()
 
-    return EventStream(pieces())
+    return EventStream(pieces(), door)
 
 
 def encoded(events: Iterable[object]) -> bytes:
-    """Return events as they are sent."""
-    return b"".join([b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events])
+    """Return events as they are sent: JSON, and before it the type of an event that has one."""
+    lines = []
+    for event in events:
+        kind = event.get("type") if isinstance(event, Mapping) else None
+        lines += [b"" if kind is None else f"event: {kind}\n".encode(), b"data: "]
+        lines += [msgspec.json.encode(event), b"\n\n"]
+    return b"".join(lines)

@@ -61,7 +61,10 @@ class Guard:
         if not is_same and not self._is_allowed(str(origin)):
             raise HttpError(403, "pages of this origin need --limit allow_origins=ORIGIN")
         if self._keys and scope["path"] not in _PUBLIC and not sends_key(headers, self._keys):
-            raise HttpError(401, "the API key is missing or wrong: Authorization: Bearer KEY")
+            message = (
+                "the API key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY"
+            )
+            raise HttpError(401, message)
 
     def _knows_host(self, host: str) -> bool:
         try:
@@ -74,6 +77,7 @@ class Guard:
 def sends_key(headers: Mapping[bytes, str], keys: Iterable[bytes]) -> bool:
     """Return whether headers have one of the keys."""
     scheme, _, key = headers.get(b"authorization", "").partition(" ")
-    sent = key.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
-    matches = [hmac.compare_digest(sent.encode("latin-1"), known) for known in keys]
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    sent = [each.encode("latin-1") for each in (bearer, headers.get(b"x-api-key", ""))]
+    matches = [hmac.compare_digest(each, known) for known in keys for each in sent]
     return any(matches)  # compares all keys, so that the time does not reveal which one matched

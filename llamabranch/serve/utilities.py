@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -25,11 +26,15 @@ async def models(call: Request, service: Service) -> Response:
     entry = {
         "id": service.name, "object": "model", "created": service.created,
         "owned_by": "llamabranch", "max_model_len": service.n_ctx,
+        "type": "model", "display_name": service.name, "lifecycle": "active",  # Anthropic's
+        "created_at": datetime.fromtimestamp(service.created, timezone.utc),
+        "max_input_tokens": service.n_ctx, "max_tokens": service.n_ctx,
     }  # fmt: skip
     name = call.path_params.get("name")
     if name and name != service.name:
         raise HttpError(404, f"there is no model {name!r}, only {service.name}")
-    return reply(entry if name else {"object": "list", "data": [entry]})
+    ends = {"has_more": False, "first_id": service.name, "last_id": service.name}
+    return reply(entry if name else {"object": "list", "data": [entry], **ends})
 
 
 class TokenizeFields(Struct, kw_only=True):

@@ -11,12 +11,14 @@ from serving import httpx
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 msgspec = pytest.importorskip("msgspec")
 
-from llamabranch.serve import completions, utilities  # noqa: E402
+from llamabranch.serve import anthropic, completions, utilities  # noqa: E402
 
 SERVE = {"max_tokens": 8, "max_choices": 4}
 BODIES = {
     "/v1/completions": completions.CompletionFields,
     "/v1/chat/completions": completions.ChatFields,
+    "/v1/messages": anthropic.MessagesFields,
+    "/v1/messages/count_tokens": anthropic.MessagesFields,
     "/tokenize": utilities.TokenizeFields,
 }
 

@@ -1,0 +1,160 @@
+"""Where two prompts part, and which tokens after that place were read before."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, cast
+
+from ..model import Message, Model, is_chat
+from ..model.text import n_common
+
+_RUN = 16  # tokens: a repeated run of twice as many is always found, a shorter one perhaps
+_AROUND = 200  # characters of a text on each side of a difference
+_WORD = 40  # characters of a word that is told
+
+
+class Run(NamedTuple):
+    """Tokens that stand in two texts.
+
+    Attributes:
+        start, old_start: where, in the new and in the old text.
+        n: how many.
+    """
+
+    start: int
+    old_start: int
+    n: int
+
+
+def repeated(old: Sequence[int], new: Sequence[int]) -> list[Run]:
+    """Return the runs of ``new`` that ``old`` has too, in the order of ``new``."""
+    places = {tuple(old[i : i + _RUN]): i for i in range(0, len(old) - _RUN + 1, _RUN)}
+    runs, at, end = list[Run](), 0, 0
+    while at + _RUN <= len(new) and places:
+        place = places.get(tuple(new[at : at + _RUN]))
+        if place is None:
+            at += 1
+            continue
+        n = n_common(old[place:], new[at:])
+        before = n_common(old[:place][::-1], new[end:at][::-1])
+        runs.append(Run(at - before, place - before, n + before))
+        at = end = at + n
+    return runs
+
+
+class Place(NamedTuple):
+    """Where a token stands in a prompt.
+
+    Attributes:
+        name: for people: "in the system prompt, line 2".
+        line: the text of that line up to the token; "" outside of messages.
+        message: the index of the message that the token belongs to; None = of none.
+    """
+
+    name: str
+    line: str = ""
+    message: int | None = None
+
+
+class PromptText:
+    """The text of a prompt, and where its messages stand in it.
+
+    Args:
+        model: reads the tokens.
+        prompt: the prompt of the request.
+        tokens: its token ids.
+    """
+
+    def __init__(self, model: Model, prompt: object, tokens: Sequence[int]) -> None:
+        self._model = model
+        self._messages: Sequence[Message] = prompt if is_chat(prompt) else ()
+        self._tokens = tokens
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [*accumulate(len(self._model.piece(token)) for token in self._tokens)]
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return b"".join(map(self._model.piece, self._tokens))
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """The bytes of each message's content; (end, end) if a content is not found."""
+        spans, at = [], 0
+        for message in self._messages:
+            content = (
+                str(cast("Mapping[str, object]", message).get("content") or "").strip().encode()
+            )
+            start = self._bytes.find(content, at) if content else -1
+            spans.append((start, start + len(content)) if start >= 0 else (at, at))
+            at = spans[-1][1]
+        return spans
+
+    def _offset(self, position: int) -> int:
+        return self._ends[position - 1] if position else 0
+
+    def text(self, start: int, end: int) -> str:
+        """Return the text of tokens [start, end)."""
+        return self._bytes[self._offset(start) : self._offset(end)].decode("utf-8", "replace")
+
+    def raw(self, start: int) -> bytes:
+        """Return the bytes of the tokens from ``start`` on."""
+        return self._bytes[self._offset(start) :]
+
+    def position(self, offset: int) -> int:
+        """Return the token that has a byte."""
+        return bisect_right(self._ends, offset)
+
+    def place(self, position: int) -> Place:
+        """Return where a token stands."""
+        offset = self._offset(position)
+        if not self._messages:
+            line = self._bytes[:offset].split(b"\n")
+            return Place(f"line {len(line)} of the prompt", line[-1].decode("utf-8", "replace"))
+        for i, (start, end) in enumerate(self._spans):
+            role = cast("Mapping[str, object]", self._messages[i]).get("role")
+            name = "the system prompt" if role == "system" else f"message {i + 1} ({role})"
+            if start <= offset < end:
+                lines = self._bytes[start:offset].split(b"\n")
+                text = lines[-1].decode("utf-8", "replace")
+                return Place(f"in {name}, line {len(lines)}", text, i)
+            if offset < start:
+                return Place(f"before {name}, in what the chat template writes")
+        return Place("after the last message")
+
+    def end_of(self, message: int) -> int:
+        """Return the position after a message; one without text ends where the next one begins."""
+        start, end = self._spans[message]
+        following = [other for other, _ in self._spans[message + 1 :]]
+        if start == end:
+            end = following[0] if following else len(self._bytes)
+        return self.position(end - 1) + 1
+
+    def answer_at(self, position: int) -> int | None:
+        """Return the index of the assistant's message that a token is in, or that follows it."""
+        offset = self._offset(position)
+        for i, (_, end) in enumerate(self._spans):
+            if offset <= end:
+                role = cast("Mapping[str, object]", self._messages[i]).get("role")
+                return i if role == "assistant" else None
+        return None
+
+
+def around(text: PromptText, position: int, end: int) -> str:
+    """Return the text on both sides of a token."""
+    low, high = max(0, position - _AROUND // 2), min(end, position + _AROUND // 2)
+    before, after = text.text(low, position), text.text(position, high)
+    return before[-_AROUND:] + after[:_AROUND]
+
+
+def words(before: str, after: str) -> tuple[str, str]:
+    """Return the first word that differs in two texts that begin alike, of each."""
+    n = n_common(before, after)
+    start = max(before.rfind(space, 0, n) for space in " \n\t") + 1
+    first = [(text[start:].split() or [""])[0] for text in (before, after)]
+    short = [word if len(word) <= _WORD else word[: _WORD - 1] + "…" for word in first]
+    return short[0], short[1]

@@ -1,0 +1,323 @@
+"""Records of the requests of a context: what was read, and why.
+
+The prompts of the last requests are a tree: an entry has the tokens that its parent does not have. So a
+long conversation takes as much memory as its last prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from time import perf_counter, time
+
+from msgspec.structs import replace
+
+from ..context import Context
+from ..context.prefix_cache import MIN_SHARED, CachedPrefix
+from ..model.text import n_common
+from ..model.tree import TextNode
+from ..request.difference import PromptText, around, repeated, words
+from ..request.record import Cause, Record
+from ..request.result import Result
+from .job import Choice
+
+_MOST = 500  # records that are kept
+_LEAST_AGAIN = 32  # tokens; shorter runs that two prompts have in common tell nothing
+_OFTEN = 3  # misses with the same cause before a hint is given
+_STEP = 4096  # sizes of a context that are suggested
+
+
+@dataclass(eq=False)
+class Eviction:
+    """The end of a text was evicted.
+
+    Attributes:
+        time: when, in seconds since 1970.
+        n_left: how many tokens of the text were kept.
+        for_whom: the session or the request that needed its cells, and how many.
+        n_evicted: how many cells had been evicted in total before.
+    """
+
+    time: float
+    n_left: int
+    for_whom: str
+    n_evicted: int
+
+
+class Entry(TextNode):
+    """A prompt, and what was generated after it: the first ``at`` tokens are its parent's.
+
+    Attributes:
+        record: its request; None for the root.
+        tokens: the tokens from ``at`` on.
+        answer: the text that was generated.
+        n_thought: how many tokens of the answer were a thought.
+        eviction: the last eviction of its end.
+    """
+
+    def __init__(
+        self, parent: Entry | None, at: int, tokens: list[int], record: Record | None
+    ) -> None:
+        super().__init__(parent)
+        self.at = at
+        self.tokens = tokens
+        self.record = record
+        self.answer = ""
+        self.n_thought = 0
+        self.eviction: Eviction | None = None
+
+    def all_tokens(self) -> list[int]:
+        """Return its tokens from the beginning."""
+        parts, end = list[list[int]](), None
+        for entry in self.ancestors():
+            parts.append(entry.tokens if end is None else entry.tokens[: end - entry.at])
+            end = entry.at
+        return [token for part in reversed(parts) for token in part]
+
+
+class Records:
+    """The records of a context, oldest first, and the tree of their prompts.
+
+    Only the thread that runs a step changes them.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._root = Entry(None, 0, [], None)
+        self._entries: deque[Entry] = deque(maxlen=_MOST)
+        self._n = 0
+        self._asker: Choice | None = None
+
+    def all(self) -> list[Record]:
+        """Return the records. Callable from any thread."""
+        return [entry.record for entry in self._entries.copy() if entry.record is not None]
+
+    # -- what happens --------------------------------------------------------------------------------
+
+    def note_asker(self, choice: Choice | None) -> None:
+        """Note for which text cells are evicted from now on; None = not for a text of a request."""
+        self._asker, prefixes = choice, self._ctx.prefix_cache
+        if prefixes is not None:
+            prefixes.asker = None if choice is None else choice.job.session
+            prefixes.note_evicted = self._note_evicted
+
+    def _note_evicted(self, text: CachedPrefix, n_left: int) -> None:
+        prefixes, asker = self._ctx.prefix_cache, self._asker
+        n, entry = self._find(text.tokens)
+        if prefixes is None or n <= n_left:
+            return
+        whom = "a branch"
+        if asker is not None:
+            session, n_cells = asker.request.session_id, max(1, asker.n_uncached)
+            whom = f"request {asker.name}" if session is None else f"session {session}"
+            whom += f" ({n_cells:,} cells were needed)"
+        eviction = Eviction(time(), n_left, whom, prefixes.n_evicted)
+        for each in entry.ancestors():
+            each.eviction = eviction
+            if each.at <= n_left:
+                return
+
+    def begin(self, choice: Choice, n_cached: int) -> None:
+        """Record that a request is admitted, the first ``n_cached`` tokens of its prompt being cached."""
+        job = choice.job
+        if job.record is not None or job.beginning is not None:
+            return
+        request, tokens = choice.request, job.prompt
+        record = Record(
+            self._n, time(), job.door, job.name, request.session_id or "",
+            request.parent_session_id or "", len(tokens), n_cached, len(tokens) - n_cached,
+            queued_s=perf_counter() - job.arrival, dropped=job.dropped,
+        )  # fmt: skip
+        n_known, entry = self._find(tokens)
+        self._explain(choice, record, entry, n_known)
+        self._entries.append(Entry(entry, n_known, tokens[n_known:], record))
+        job.record, self._n = record, self._n + 1
+
+    def end(self, choice: Choice, result: Result) -> None:
+        """Record that a text of a request has ended."""
+        record = choice.job.record
+        if record is None:
+            return
+        record.generated += result.generated
+        if record.finish_reason:
+            return
+        record.finish_reason = result.finish_reason
+        first = result.queued_s if result.first_token_s is None else result.first_token_s
+        last = first if result.last_token_s is None else result.last_token_s
+        if first is not None and last is not None and result.queued_s is not None:
+            record.read_s, record.write_s = first - result.queued_s, last - first
+        s_per_token = record.read_s / max(1, record.evaluated)
+        for i, cause in enumerate(record.causes):
+            if cause.is_again:
+                told = f"{cause.told}, {s_per_token * cause.n_tokens:.1f} s"
+                record.causes[i] = replace(cause, told=told)
+        entry = next((e for e in reversed(self._entries) if e.record is record), None)
+        sequence = choice.sequence
+        if entry is not None and sequence is not None:
+            entry.tokens = sequence.tokens[entry.at : sequence.n_cached]
+            entry.answer, entry.n_thought = result.text, result.n_thought_tokens
+
+    # -- why -----------------------------------------------------------------------------------------
+
+    def _find(self, tokens: Sequence[int]) -> tuple[int, Entry]:
+        """Return how many tokens a known text begins with, and the first text that has them."""
+        n, found, entry = 0, self._root, self._root
+        while True:
+            for child in entry.children:
+                if child.at <= n and child.tokens[:1] == tokens[child.at : child.at + 1]:
+                    common = child.at + n_common(child.tokens, tokens[child.at :])
+                    if common > n:
+                        n, found = common, child
+            if found is entry:
+                return n, found
+            entry = found
+
+    def _compared(self, record: Record, entry: Entry, n_known: int) -> Entry | None:
+        """Return the text that a prompt is compared with, or None."""
+        for name in filter(None, (record.session, record.parent)):
+            for each in reversed(self._entries):
+                if each.record is not None and each.record.session == name:
+                    return each
+        if n_known >= MIN_SHARED and entry.record is not None:
+            return entry
+        return self._entries[-1] if self._entries else None
+
+    def _explain(self, choice: Choice, record: Record, entry: Entry, n_known: int) -> None:
+        """Find the causes why tokens of a prompt are read."""
+        n, n_cached = record.num_prompt_tokens, record.cached
+        n_known = min(n_known, n - 1)  # the last token is always read
+        start = max(n_cached, n_known)
+        causes = record.causes
+        if n_known - n_cached >= MIN_SHARED:
+            causes.append(self._lost(choice, entry, n_cached, n_known))
+        else:
+            start = n_cached
+        other = self._compared(record, entry, n_known)
+        n_new = n - start
+        if other is not None and other.record is not None:
+            record.follows = other.record.number
+            cause = self._differs(choice, other, start)
+            if cause is not None:
+                causes.append(cause)
+                n_new -= cause.n_tokens
+                record.hint = record.hint or self._hint(cause, choice)
+        if n_new > 0:
+            is_known = n_new == 1 and n_known == n - 1
+            is_first = n_known < MIN_SHARED and len(causes) == 0
+            told = f"{n_new:,} tokens that begin like nothing before"
+            if is_known:
+                told = "the last token, which is always read"
+            elif not is_first:
+                told = f"{n_new:,} new tokens after token {start:,}"
+                told += "" if other is None else self._parted(choice, other)
+            causes.append(Cause("first" if is_first else "new", n_new, told, start))
+
+    def _lost(self, choice: Choice, entry: Entry, n_cached: int, n_known: int) -> Cause:
+        """Return why tokens from ``n_cached`` to ``n_known`` are not in the cache any more."""
+        n, memory = n_known - n_cached, self._ctx.kv_cache
+        number = None if entry.record is None else entry.record.number
+        if choice.wants_rows:
+            told = f"{n:,} tokens read again, because their log-probabilities are asked for"
+            return Cause("scored", n, told, n_cached, number)
+        lost = [e.eviction for e in entry.ancestors() if e.eviction is not None]
+        eviction = max((e for e in lost if e.n_left < n_known), key=lambda e: e.time, default=None)
+        if eviction is None and not memory.can_draft:
+            told = (
+                f"{n:,} tokens read again: the memory of this model cannot return to token {n_known:,}, "
+                f"only to token {n_cached:,}"
+            )
+            return Cause("memory", n, told, n_cached, number)
+        if eviction is None:
+            told = f"{n:,} tokens read again: their cells were freed"
+            return Cause("evicted", n, told, n_cached, number)
+        prefixes = self._ctx.prefix_cache
+        n_more = n if prefixes is None else max(n, prefixes.n_evicted - eviction.n_evicted)
+        enough = -(-(self._ctx.n_ctx + n_more) // _STEP) * _STEP
+        told = (
+            f"{n:,} tokens read again: they were kept until "
+            f"{datetime.fromtimestamp(eviction.time):%H:%M:%S}, thrown out for {eviction.for_whom}; "
+            f"-c {enough} would have been enough"
+        )
+        return Cause("evicted", n, told, n_cached, number)
+
+    def _differs(self, choice: Choice, other: Entry, start: int) -> Cause | None:
+        """Return how a prompt differs from an earlier text, if that is why tokens are read."""
+        tokens, old, model = choice.job.prompt, other.all_tokens(), choice.job.model
+        at = n_common(old, tokens)
+        record = other.record
+        if record is None or at >= min(len(old), len(tokens)) or not model.has_text:
+            return None
+        number, prompt = record.number, choice.request.prompt
+        text, old_text = PromptText(model, prompt, tokens), PromptText(model, prompt, old)
+        window = {"before": around(old_text, at, len(old)), "after": around(text, at, len(tokens))}
+        if at >= record.num_prompt_tokens:
+            message = text.answer_at(at)
+            raw = old_text.raw(record.num_prompt_tokens)
+            if text.raw(record.num_prompt_tokens).startswith(raw):
+                offset = len(text.raw(0)) - len(text.raw(record.num_prompt_tokens)) + len(raw)
+                n = text.position(offset - 1) + 1 - max(at, start)
+                told = (
+                    f"{n:,} tokens read again from token {at:,}: the text of the last answer is split "
+                    "into other tokens than it was generated in"
+                )
+                return Cause("retokenized", n, told, at, number, **window) if n > 0 else None
+            if message is not None:
+                n = text.end_of(message) - max(at, start)
+                sent = str(dict(prompt[message]).get("content") or "")  # type: ignore[arg-type]
+                what = "the client sent the last answer changed"
+                if sent.strip() == other.answer.strip():
+                    what = "the template writes the last answer differently"
+                    if other.n_thought:
+                        what = "the template leaves out earlier thoughts"
+                told = f"{what}: {n:,} tokens from token {at:,} on"
+                return Cause("rewritten", n, told, at, number, **window) if n > 0 else None
+        runs = repeated(old[at:], tokens[at:])
+        n = sum(min(run.n, max(0, at + run.start + run.n - start)) for run in runs)
+        if n < _LEAST_AGAIN:
+            return None
+        place = text.place(at)
+        was, is_now = words(window["before"], window["after"])
+        change = f"`{was}` became `{is_now}`"
+        if runs[0].start == 0:
+            change = f"`{was}` was left out"
+        elif runs[0].old_start == 0:
+            change = f"`{is_now}` was added"
+        told = (
+            f"read again from token {at:,} of {len(tokens):,}: {change}, {place.name}; {n:,} tokens"
+        )
+        return Cause("changed", n, told, at, number, place.name, **window)
+
+    def _parted(self, choice: Choice, other: Entry) -> str:
+        """Return where a prompt parts from the last one of its session, if it does not continue it."""
+        tokens, session = choice.job.prompt, choice.request.session_id
+        at, record = n_common(other.all_tokens(), tokens), other.record
+        if record is None or session is None or record.session != session:
+            return ""
+        if at >= record.num_prompt_tokens or not choice.job.model.has_text:
+            return ""
+        place = PromptText(choice.job.model, choice.request.prompt, tokens).place(at)
+        return f", where it parts from request {record.number}: {place.name}"
+
+    def _hint(self, cause: Cause, choice: Choice) -> str:
+        """Return what would help against a line that has changed often."""
+        if cause.kind != "changed" or "system prompt" not in cause.place:
+            return ""
+        place = PromptText(choice.job.model, choice.request.prompt, choice.job.prompt).place(
+            cause.start
+        )
+        before = [other for record in self.all() for other in record.causes]
+        n = 1 + sum(other.place == cause.place and other.is_again for other in before)
+        beginning = place.line[:40].rstrip()
+        if n < _OFTEN or len(beginning) < 4:
+            return ""
+        return f"--drop-line '^{re.escape(beginning)}' leaves this line out"
+
+
+def records_of(ctx: Context) -> Records:
+    """Return the records of a context."""
+    if not isinstance(ctx.records, Records):
+        ctx.records = Records(ctx)
+    return ctx.records

@@ -1,0 +1,403 @@
+"""Anthropic's Messages API: a request becomes one of the chat endpoint, and its text a message."""
+
+from __future__ import annotations
+
+from asyncio import to_thread
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..arguments import placed
+from ..engine.completion import Call
+from ..errors import ConfigError
+from ..model import TurnEvent
+from ..request.fields import ResponseFormat
+from ..request.result import Result
+from .completions import ChatFields, chat_jobs, chat_options
+from .errors import HttpError
+from .fields import HttpFields
+from .generation import Update, Writer, answer
+from .messages import json_of, reply
+from .service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+_SIGNATURE = "llamabranch"  # clients send thoughts back only with a signature; it is not checked
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+class TextBlock(Struct, tag="text"):
+    """A piece of text."""
+
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    """An earlier thought of the model."""
+
+    thinking: str
+
+
+class RedactedBlock(Struct, tag="redacted_thinking"):
+    """An encrypted thought of Anthropic's models; it is left out."""
+
+
+class ImageBlock(Struct, tag="image"):
+    """An image, which is refused."""
+
+
+class DocumentBlock(Struct, tag="document"):
+    """A document, which is refused."""
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    """An earlier call of a function."""
+
+    id: str
+    name: str
+    input: dict[str, object]
+
+
+class ToolResultBlock(Struct, tag="tool_result"):
+    """What a function returned."""
+
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The result as the model reads it."""
+        parts = [self.content] if isinstance(self.content, str) else _texts(self.content or ())
+        return ("Error: " if self.is_error else "") + "\n".join(parts)
+
+
+Block = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedBlock
+    | ImageBlock
+    | DocumentBlock
+    | ToolUseBlock
+    | ToolResultBlock
+)
+
+
+class SentMessage(Struct):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    def blocks(self) -> list[Block]:
+        """Return its blocks.
+
+        Raises:
+            ConfigError: another role writes such a block, or it is an image or a document.
+        """
+        if isinstance(self.content, str):
+            return [TextBlock(self.content)]
+        for block in self.content:
+            is_answer = isinstance(block, (ThinkingBlock, RedactedBlock, ToolUseBlock))
+            is_asked = isinstance(block, ToolResultBlock)
+            if (is_answer and self.role != "assistant") or (is_asked and self.role != "user"):
+                kind = type(block).__struct_config__.tag
+                raise ConfigError(f"a message of the {self.role} cannot have a {kind} block")
+            _texts([block])
+        return self.content
+
+
+def _texts(blocks: Iterable[Block]) -> list[str]:
+    """Return the text of each text block.
+
+    Raises:
+        ConfigError: there is an image or a document, also in a result.
+    """
+    for block in blocks:
+        if isinstance(block, (ImageBlock, DocumentBlock)):
+            kind = type(block).__struct_config__.tag
+            raise ConfigError(f"{kind} blocks are not supported: the model reads only text")
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+            _texts(block.content)
+    return [block.text for block in blocks if isinstance(block, TextBlock)]
+
+
+class SentTool(Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, object] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+    def function(self) -> dict[str, object]:
+        """Return it as OpenAI describes a function.
+
+        Raises:
+            ConfigError: it is one of Anthropic's own tools, which need no schema there.
+        """
+        if self.input_schema is None:
+            raise ConfigError(
+                f"{self.name} has no input_schema: Anthropic's own tools"
+                f" ({self.type or 'such as web_search_20250305'}) are not supported"
+            )
+        given = {"description": self.description, "strict": self.strict}
+        more = {name: value for name, value in given.items() if value}
+        function = {"name": self.name, **more, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Struct):
+    """Which function the model has to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Struct):
+    """Whether the model thinks; ``adaptive`` and ``between_tools`` = as the chat template does."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
+class OutputConfig(Struct):
+    """The form of the answer."""
+
+    format: ResponseFormat | None = None
+
+
+class MessagesFields(HttpFields, kw_only=True):
+    """The body of a request; besides Anthropic's fields it may have our sampling settings."""
+
+    messages: Annotated[list[SentMessage], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[SentTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    stop_sequences: list[str] | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self) -> ChatFields:
+        """Return the request as one of the chat endpoint.
+
+        Raises:
+            ConfigError: a block or a tool is not supported; the message says where it is.
+        """
+        fields = ChatFields(messages=self._conversation())
+        for name in HttpFields.__struct_fields__:
+            setattr(fields, name, getattr(self, name))
+        fields.n, fields.stop = None, self.stop_sequences
+        fields.tools = []
+        for index, tool in enumerate(self.tools or ()):
+            with placed(f"tools[{index}]"):
+                fields.tools.append(tool.function())
+        choice, thinking, output = self.tool_choice, self.thinking, self.output_config
+        if choice is not None:
+            fields.tool_choice = "required" if choice.type == "any" else choice.type
+            if choice.type == "tool":
+                fields.tool_choice = {"type": "function", "function": {"name": choice.name}}
+            fields.parallel_tool_calls = not choice.disable_parallel_tool_use
+        if thinking is not None and thinking.type in ("enabled", "disabled"):
+            budget = True if thinking.budget_tokens is None else thinking.budget_tokens
+            fields.thinking = thinking.type == "enabled" and budget
+        if output is not None and output.format is not None:
+            fields.response_format = output.format
+        return fields
+
+    def _conversation(self) -> list[dict[str, object]]:
+        """Return OpenAI's messages; neighbours of one role become one message."""
+        system, said = self.system, []
+        for index, message in enumerate(self.messages):
+            with placed(f"messages[{index}]"):
+                said.append((message.role, message.blocks()))
+        text = system if isinstance(system, str) else "\n".join(_texts(system or ()))
+        chat: list[dict[str, object]] = [{"role": "system", "content": text}] if text else []
+        for role, group in groupby(said, key=lambda each: each[0]):
+            blocks = [block for _, own in group for block in own]
+            chat += _answered(blocks) if role == "assistant" else _asked(role, blocks)
+        return chat
+
+
+def _answered(blocks: Sequence[Block]) -> list[dict[str, object]]:
+    """Return the blocks of an answer as one message: text, thoughts and calls."""
+    message: dict[str, object] = {"role": "assistant", "content": "".join(_texts(blocks))}
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.input},
+        }
+        for call in blocks
+        if isinstance(call, ToolUseBlock)
+    ]
+    if thought:
+        message["reasoning_content"] = thought
+    return [{**message, "tool_calls": calls} if calls else message]
+
+
+def _asked(role: str, blocks: Sequence[Block]) -> list[dict[str, object]]:
+    """Return results, which follow the calls of the answer before, and then the text."""
+    chat: list[dict[str, object]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    texts = _texts(blocks)
+    return [*chat, {"role": role, "content": "\n\n".join(texts)}] if texts or not chat else chat
+
+
+async def messages(call: HttpRequest, service: Service) -> Response:
+    """Answer a request."""
+    sent = await json_of(call, MessagesFields)
+    if sent.max_tokens is None:
+        raise HttpError(400, "max_tokens is missing", param="max_tokens")
+    fields = sent.chat()
+    jobs = await chat_jobs(call, service, fields, prompt_progress=bool(fields.stream))
+    return await answer(_MessageWriter(service, fields), jobs)
+
+
+async def count_tokens(call: HttpRequest, service: Service) -> Response:
+    """Tell how many tokens the prompt of a request has."""
+    fields = (await json_of(call, MessagesFields)).chat()
+    options = await chat_options(call, service, fields)
+
+    def count() -> int:
+        chat = Call(service.ctx, fields.messages, None, options, chats=True)
+        return len(chat.requests[0].plan(service.model).tokens)
+
+    return reply({"input_tokens": await to_thread(count)})
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+class _MessageWriter(Writer[ChatFields]):
+    """Writes a text as Anthropic's message.
+
+    Args:
+        service, fields: the model, and the request.
+    """
+
+    door = "messages"
+
+    def __init__(self, service: Service, fields: ChatFields) -> None:
+        super().__init__(service, fields, "msg", "message")
+        self._head = {"type": "message", "role": "assistant"} | {
+            name: self.head[name] for name in ("id", "model", "exact") if name in self.head
+        }
+        self._kind = ""  # of the open block; "" = no block is open
+        self._index = 0  # of the open block, or the next one
+
+    def part(self, update: Update) -> dict[str, object]:
+        """Return a complete message."""
+        result = update.result
+        turn, content = result.turn, list[dict[str, object]]()
+        if turn.thought:
+            content.append({"type": "thinking", "thinking": turn.thought, "signature": _SIGNATURE})
+        if turn.content:
+            content.append({"type": "text", "text": turn.content})
+        for each in turn.calls:
+            named = {"id": each.id, "name": each.name, "input": each.arguments}
+            content.append({"type": "tool_use", **named})
+        return {**self._head, "content": content, **_stop(result), **_usage(result)}
+
+    def body(self, texts: Sequence[Update]) -> object:
+        """Return the one message."""
+        return self.part(texts[0])
+
+    def events(self, update: Update) -> list[dict[str, object]]:
+        """Return the events for the new text of a step.
+
+        The message begins when its prompt is begun; each further part of the prompt gives a ping.
+        """
+        events: list[dict[str, object]] = []
+        if update.is_first:
+            cached = 0 if update.progress is None else update.progress.n_cached
+            counts = _counts(len(update.prompt), cached, 0)
+            begun: dict[str, object] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            message = {**self._head, **begun, **counts}
+            events.append({"type": "message_start", "message": message})
+        if update.progress is not None:
+            events.append({"type": "ping"})
+        for piece in update.turn:
+            events += self._written(piece)
+        if update.ended is not None:
+            end = {"delta": _stop(update.ended), **_usage(update.ended)}
+            events += [*self._close(), {"type": "message_delta", **end}, {"type": "message_stop"}]
+        return events
+
+    def last_events(self, texts: Sequence[Update]) -> list[dict[str, object]]:
+        """Return nothing: the last step has ended the message."""
+        return []
+
+    def _written(self, piece: TurnEvent) -> list[dict[str, object]]:
+        """Return the events for a piece of a turn."""
+        match piece.kind:
+            case "thought":
+                delta = {"type": "thinking_delta", "thinking": piece.text}
+                return [*self._open("thinking", thinking="", signature=""), self._delta(delta)]
+            case "content":
+                delta = {"type": "text_delta", "text": piece.text}
+                return [*self._open("text", text=""), self._delta(delta)]
+            case "name":
+                closed = self._close()
+                return [*closed, *self._open("tool_use", id=piece.id, name=piece.text, input={})]
+            case "arguments":
+                return [self._delta({"type": "input_json_delta", "partial_json": piece.text})]
+        return self._close()  # what looked like a call follows as text
+
+    def _open(self, kind: str, **block: object) -> list[dict[str, object]]:
+        """Return the events that begin a block, unless one of its kind is open."""
+        if self._kind == kind:
+            return []
+        closed, self._kind = self._close(), kind
+        start = {"type": "content_block_start", "index": self._index}
+        return [*closed, {**start, "content_block": {"type": kind, **block}}]
+
+    def _close(self) -> list[dict[str, object]]:
+        """Return the events that end the open block, if there is one."""
+        if not self._kind:
+            return []
+        signed = {"type": "signature_delta", "signature": _SIGNATURE}
+        events = [self._delta(signed)] if self._kind == "thinking" else []
+        events.append({"type": "content_block_stop", "index": self._index})
+        self._kind, self._index = "", self._index + 1
+        return events
+
+    def _delta(self, delta: dict[str, str]) -> dict[str, object]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _stop(result: Result) -> dict[str, object]:
+    """Return why a text has ended."""
+    stop, reason = result.stop_reason, "max_tokens"
+    if result.finish_reason == "tool_calls":
+        reason = "tool_use"
+    elif result.finish_reason == "stop":
+        reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
+
+
+def _usage(result: Result) -> dict[str, object]:
+    """Return the counts of tokens of a text."""
+    return _counts(result.num_prompt_tokens, result.cached, result.generated)
+
+
+def _counts(n_prompt: int, n_cached: int, n_generated: int) -> dict[str, object]:
+    """Return Anthropic's ``usage``; its input tokens are those that were not cached."""
+    counts = {
+        "input_tokens": n_prompt - n_cached, "cache_read_input_tokens": n_cached,
+        "cache_creation_input_tokens": 0, "output_tokens": n_generated,
+    }  # fmt: skip
+    return {"usage": counts}

@@ -390,6 +390,7 @@ class Memory:
     def can_move(self) -> bool:
         """True if all cells can be copied out and back, bit for bit, so that their order is kept."""
         is_known = self.state_layout is not None and self.state_layout.is_cells_only
+        is_known = is_known and not self.forks_copy
         return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted

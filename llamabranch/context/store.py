@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -19,15 +20,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from queue import Queue
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from ..errors import CacheFolderWarning, ConfigError, SnapshotError, UnsupportedError, in_thread, warn
+from ..errors import (
+    CacheFolderWarning,
+    ConfigError,
+    SnapshotError,
+    UnsupportedError,
+    in_thread,
+    warn,
+)
 from ..files import digest, path_of
 from ..model.text import n_common
 from ..native.handle import generation
@@ -35,13 +41,14 @@ from ..native.library import engine_versions, system_info
 from ..native.state_layout import State
 from .checkpoints import Checkpoint
 from .kv_file import Arrays, HasKV, KVCompatibility, read_arrays, read_head, write
-from .memory import END, States
+from .memory import END, States, Windowed
 
 MIN_STORED = 512  # tokens; shorter texts are not worth a file
 _MIN_GAINED = 8  # tokens
 _PIECE = 2048  # the most tokens of a segment whose K/V can be cut
 _MAGIC = b"\x89LBSTORE"
 _ENDING = ".kv"
+_NAME = re.compile(r"\.?[0-9a-f]{16}-[0-9a-f]{15,32}\.(kv|[0-9a-f]{16})")  # also a temporary file's
 _STALE_NS = 60 * 10**9  # a temporary file that was not written for so long is a dead process's
 _MOST_WAITING = 4  # texts that wait until they are written
 _KNOWN_S = 600  # how long the measured speed of the folder counts
@@ -139,14 +146,24 @@ class PrefixStore:
 
     Raises:
         UnsupportedError: llama.cpp writes the K/V in an unknown form.
+        SnapshotError: the model's file was changed after it was loaded.
     """
 
     def __init__(self, folder: Path, max_bytes: int, ctx: HasKV) -> None:
         layout = ctx.kv_cache.state_layout
         if layout is None:
             raise UnsupportedError("cache_dir: llama.cpp writes K/V in an unknown form")
-        self._folder, self._max_bytes, self._ctx = folder, max_bytes, ctx
+        self._folder, self._max_bytes = folder, max_bytes
         self._memory, self._layout = ctx.kv_cache, layout
+        # Everything that the K/V of given tokens depends on, to the bit.
+        about = asdict(KVCompatibility.of(ctx)) | engine_versions()
+        about |= {
+            "model": "", "system": system_info(), "exact": ctx.params.exact,
+            "extra_buffers": ctx.model.extra_buffers, "on_gpu": ctx.model.on_gpu,
+            "layout": repr(layout), "memory": type(self._memory).__name__,
+        }  # fmt: skip
+        self._scope = digest(about)
+        self._n_cut = int(isinstance(self._memory, Windowed))  # how much a restored text can be cut
         self._segments: dict[str, Segment] = {}
         self._seen: object = None  # the state of the folder when it was last listed
         self._clock = 0  # the latest time of use
@@ -157,18 +174,6 @@ class PrefixStore:
         self._waiting: dict[str, tuple[State, list[Checkpoint]]] = {}
         self._jobs: Queue[list[Segment] | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
-
-    @cached_property
-    def _scope(self) -> str:
-        """A hash of everything that the K/V of given tokens depends on, to the bit."""
-        ctx = self._ctx
-        about = asdict(KVCompatibility.of(ctx)) | engine_versions()
-        about |= {
-            "model": "", "system": system_info(), "exact": ctx.params.exact,
-            "extra_buffers": ctx.model.extra_buffers, "on_gpu": ctx.model.on_gpu,
-            "layout": repr(self._layout), "memory": type(self._memory).__name__,
-        }  # fmt: skip
-        return digest(about)
 
     def _key(self, parent: str, start: int, tokens: Sequence[int]) -> str:
         content = np.array(tokens, "<i4").tobytes()
@@ -184,8 +189,8 @@ class PrefixStore:
             for entry in entries:
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
-                    is_ours = entry.name.endswith(_ENDING) or entry.name.startswith(".")
-                    if is_ours and stat.S_ISREG(status.st_mode) and status.st_uid == own:
+                    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == own
+                    if is_own and _NAME.fullmatch(entry.name):
                         yield entry, status
 
     def _list(self) -> None:
@@ -269,7 +274,7 @@ class PrefixStore:
             matched[segment.key] = n
             if n > common[0]:
                 common = n, segment.key
-            if n < segment.end and not self._layout.is_cells_only:
+            if n < segment.end - self._n_cut and not self._layout.is_cells_only:
                 n = max((point for point in segment.points if point <= n), default=0)
             if n > usable[0]:
                 usable = n, segment.key
@@ -295,11 +300,7 @@ class PrefixStore:
 
     def _worth(self, tokens: Sequence[int], n_held: int) -> Found | None:
         """Return what to read, if reading it takes less time than decoding the tokens."""
-        try:
-            (n, key), _ = self._match(tokens)
-        except SnapshotError as error:  # the model's file has changed
-            self._stop(error)
-            return None
+        (n, key), _ = self._match(tokens)
         if n < n_held + _MIN_GAINED:
             return None
         path = self._path_to(key)
@@ -354,7 +355,9 @@ class PrefixStore:
         if n_held < found.start or n_held >= found.n:
             return n_held
         start, began = n_held if memory.can_move else 0, time.perf_counter()
-        pieces = [(state, max(low, start), high) for state, low, high in found.pieces if high > start]
+        pieces = [
+            (state, max(low, start), high) for state, low, high in found.pieces if high > start
+        ]
         try:
             state = layout.joined(pieces)
             layout.check(state, found.end, start)
@@ -372,6 +375,7 @@ class PrefixStore:
                 memory.set_state(seq_id, state, found.end)
             if isinstance(memory, States) and memory.next_position(seq_id):
                 memory.checkpoints.merge(seq_id, found.points)
+            if found.n < found.end:
                 memory.cut(seq_id, found.n)
             n_bytes = sum(len(state) for state, _, _ in found.pieces)
             self._speed = n_bytes / (found.seconds + time.perf_counter() - began)
@@ -384,26 +388,22 @@ class PrefixStore:
         """Write what a sequence holds, unless it is there: soon, or ``now``."""
         if not self._is_on or len(tokens) < MIN_STORED or self._generation != generation():
             return
+        (n_usable, usable), (n, parent) = self._match(tokens)
+        if n_usable > len(tokens) - _MIN_GAINED:
+            self._use(self._path_to(usable))
+            return
+        # A segment of which less than half is used takes longer to read than it saves.
+        while parent and 2 * (n - self._segments[parent].start) < len(
+            self._segments[parent].tokens
+        ):
+            n, parent = self._segments[parent].start, self._segments[parent].parent
+        memory, points = self._memory, list[Checkpoint]()
         try:
-            (n_usable, usable), (n, parent) = self._match(tokens)
-            if n_usable > len(tokens) - _MIN_GAINED:
-                self._use(self._path_to(usable))
-                return
-            # A segment of which less than half is used takes longer to read than it saves.
-            while parent and 2 * (n - self._segments[parent].start) < len(self._segments[parent].tokens):
-                n, parent = self._segments[parent].start, self._segments[parent].parent
-            memory, points = self._memory, list[Checkpoint]()
-            if memory.can_move:
-                state = memory.piece(seq_id, n)
-            else:
-                state = memory.handle.state(seq_id)
-            if isinstance(memory, States):
-                points = [point for point in memory.checkpoints.of(seq_id) if point.n_tokens > n]
-        except SnapshotError as error:
-            self._stop(error)
+            state = memory.piece(seq_id, n) if memory.can_move else memory.handle.state(seq_id)
+        except (SnapshotError, MemoryError):
             return
-        except MemoryError:
-            return
+        if isinstance(memory, States):
+            points = [point for point in memory.checkpoints.of(seq_id) if point.n_tokens > n]
         if not 0 < len(state) <= self._max_bytes:
             return
         job, size = list[Segment](), _PIECE if self._layout.is_cells_only else END
@@ -447,9 +447,7 @@ class PrefixStore:
     def _write_one(self, segment: Segment, state: State, points: Sequence[Checkpoint]) -> None:
         states = [point.state for point in points]
         own = self._layout.joined([(state, segment.start, segment.end)])
-        about = _About(
-            segment.parent, segment.start, [(p.n_tokens, len(p.state)) for p in points]
-        )
+        about = _About(segment.parent, segment.start, [(p.n_tokens, len(p.state)) for p in points])
         arrays = Arrays(
             np.array(segment.tokens, np.int32), _NO_FLOATS, _NO_FLOATS.astype(np.float32),
             np.concatenate((own, *states)),

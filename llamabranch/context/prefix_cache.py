@@ -114,6 +114,7 @@ class PrefixCache:
         self.n_evicted = 0
         self.sessions = Sessions()
         self.asker: Session | None = None
+        self._shared: CachedPrefix | None = None
         self.note_evicted: Callable[[CachedPrefix, int], None] = lambda _text, _left: None
         self._age = 0.0
         memory.evict, memory.protected = self.evict, self._protected
@@ -137,11 +138,13 @@ class PrefixCache:
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:
         """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
         n, text = self._find(tokens)
-        if text is not None:
-            self._kept.move_to_end(text)  # so that another text is evicted
-        stored = None if self._store is None else self._store.read(tokens, n)
-        if stored is not None:
-            n, text = self._find(tokens)  # making room may have shortened it
+        stored = None
+        if self._store is not None:
+            self._shared = text  # room is made from other texts
+            try:
+                stored = self._store.read(tokens, n)
+            finally:
+                self._shared = None
         n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
         if text is not None and n:
             self._note_hit(text, n)
@@ -308,7 +311,8 @@ class PrefixCache:
             session for below in running for session in below.ancestors() if session is not below
         }
         kept = ([text for text in self._kept if text.session is session] for session in above)
-        return {max(texts, key=lambda text: len(text.tokens)).seq_id for texts in kept if texts}
+        longest = [max(texts, key=lambda text: len(text.tokens)) for texts in kept if texts]
+        return {text.seq_id for text in (*longest, self._shared) if text is not None}
 
     @uninterrupted
     def evict_text(self) -> bool:

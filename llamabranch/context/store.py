@@ -392,11 +392,10 @@ class PrefixStore:
         if n_usable > len(tokens) - _MIN_GAINED:
             self._use(self._path_to(usable))
             return
+        path = self._path_to(parent)
         # A segment of which less than half is used takes longer to read than it saves.
-        while parent and 2 * (n - self._segments[parent].start) < len(
-            self._segments[parent].tokens
-        ):
-            n, parent = self._segments[parent].start, self._segments[parent].parent
+        while path and 2 * (n - path[0].start) < len(path[0].tokens):
+            n = path.pop(0).start
         memory, points = self._memory, list[Checkpoint]()
         try:
             state = memory.piece(seq_id, n) if memory.can_move else memory.handle.state(seq_id)
@@ -406,34 +405,34 @@ class PrefixStore:
             points = [point for point in memory.checkpoints.of(seq_id) if point.n_tokens > n]
         if not 0 < len(state) <= self._max_bytes:
             return
-        job, size = list[Segment](), _PIECE if self._layout.is_cells_only else END
-        while n < len(tokens) or not job:
-            own = list(tokens[n : n + size])
-            key = self._key(parent, n, own)
-            positions = [point.n_tokens for point in points]
-            job.append(Segment(key, parent, n, own, positions, len(state)))
-            self._waiting[key] = state, points
-            n, parent = n + len(own), key
-        self._segments |= {segment.key: segment for segment in job}
+        size = _PIECE if self._layout.is_cells_only else END
+        positions = [point.n_tokens for point in points]
+        for start in range(n, max(len(tokens), n + 1), size):
+            own, parent = list(tokens[start : start + size]), path[0].key if path else ""
+            key = self._key(parent, start, own)
+            path.insert(0, Segment(key, parent, start, own, positions, len(state)))
+            self._segments[key], self._waiting[key] = path[0], (state, points)
         if now:
-            self._write(job)
+            self._write(path)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=in_thread(self._work), daemon=True)
             self._thread.start()
-        self._jobs.put(job)
+        self._jobs.put(path)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._write(job)
+        while (path := self._jobs.get()) is not None:
+            self._write(path)
 
-    def _write(self, job: list[Segment]) -> None:
-        """Write the segments of a text. It needs no lock."""
-        for segment in job:
-            state, points = self._waiting[segment.key]
+    def _write(self, path: list[Segment]) -> None:
+        """Write the segments of a text that are not written yet. It needs no lock."""
+        for segment in reversed(path):
+            waiting = self._waiting.get(segment.key)
+            if waiting is None:
+                continue
             try:
                 if self._is_on:
-                    self._write_one(segment, state, points)
+                    self._write_one(segment, *waiting)
             except FileNotFoundError as error:  # another process has deleted the temporary file
                 if not self._folder.is_dir():
                     self._stop(error)
@@ -443,6 +442,7 @@ class PrefixStore:
                 pass  # it is not stored
             finally:
                 del self._waiting[segment.key]
+        self._use(path)
 
     def _write_one(self, segment: Segment, state: State, points: Sequence[Checkpoint]) -> None:
         states = [point.state for point in points]
@@ -455,7 +455,6 @@ class PrefixStore:
         segment.n_bytes = len(arrays.state)
         self._make_space(segment.n_bytes)
         write(self._path(segment.key), _MAGIC, msgspec.json.encode(about), arrays)
-        self._use([segment])
 
     def _make_space(self, n_bytes: int) -> None:
         """Delete the files that were not used for longest, and those of processes that ended."""

@@ -133,7 +133,7 @@ def _rates(settings: Settings) -> dict[str, list[float]]:
         begin(page, "The moral of the story is that a king must")
 
         def rate(watched: bool, n: int) -> float:
-            page.goto(base if watched else f"{base}loom/app/app.css")
+            page.goto(base if watched else f"{base}app/app.css")
             if watched:
                 ready(page)
                 page.evaluate("() => document.querySelector('[role=treeitem]').click()")

@@ -22,7 +22,7 @@ from .drafters import open_pair, resolve
 from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
 
 if TYPE_CHECKING:
-    from llamabranch.loom import Loom
+    from llamabranch.serve.page import Page
 
 _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
@@ -79,7 +79,14 @@ def open(
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
-    _show_link(loom, server.url, console, browser=browser)
+    path = loom.journal.path
+    link = show_link(loom.guard, server.url, console, url=server.url, file=str(path))
+    if not console.silent:
+        console.note(f"document: {path}; scripts send Authorization: Bearer {loom.guard.key}")
+    if loom.journal.read_only is not None:
+        console.note(f"{path.name} is read-only: {loom.journal.read_only}")
+    if browser:
+        threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
     server.run()
 
 
@@ -102,21 +109,23 @@ def _document(file: Path | None, target: str) -> Path:
     return folder / f"{Path(target).stem.replace(':', '-')}{_SUFFIX}"
 
 
-def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None:
-    """Print the link, and another one whenever Enter is pressed."""
+def show_link(page: Page, where: str, console: Console, **more: str) -> str:
+    """Print the link of a page, and another one whenever Enter is pressed; return the first.
+
+    Args:
+        page: the page.
+        where: its address.
+        console: prints.
+        more: what the first line of ``--json`` also has.
+    """
 
     def show(**more: str) -> str:
-        link = f"{url}/#{loom.guard.link()}"
+        link = f"{where}/#{page.link()}"
         console.line(f"the page: {link}")
         console.answer({"link": link, **more})
         return link
 
-    path, key = loom.journal.path, loom.guard.key
-    first = show(url=url, key=key, file=str(path))
-    if not console.silent:
-        console.note(f"document: {path}; scripts send Authorization: Bearer {key}")
-    if loom.journal.read_only is not None:
-        console.note(f"{path.name} is read-only: {loom.journal.read_only}")
+    first = show(key=page.key, **more)
 
     def listen() -> None:
         with suppress(OSError, ValueError):
@@ -127,5 +136,4 @@ def _show_link(loom: Loom, url: str, console: Console, *, browser: bool) -> None
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # then a read in the background fails
     if sys.stdin is not None:  # None means that it was closed when the process started
         threading.Thread(target=listen, daemon=True).start()
-    if browser:
-        threading.Thread(target=webbrowser.open, args=(first,), daemon=True).start()
+    return first

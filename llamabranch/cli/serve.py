@@ -7,12 +7,12 @@ import os
 from typing import Annotated, Any
 
 from llamabranch import AsyncEngine
-from llamabranch import serve as server
 from llamabranch.serve import ServeSettings, require_server
 
 from . import options as opt
 from .console import Console
 from .drafters import open_pair, resolve
+from .open import show_link
 from .options import Given, option, with_options
 
 SERVER = "Server"
@@ -48,6 +48,8 @@ def serve(
     requests have some time to end; the second one ends them at once.
     """
     require_server()  # before a model is loaded
+    from llamabranch.serve.server import Server
+
     logging.basicConfig(format="%(message)s")  # to standard error
     config = given.config()
     names = resolve(given, console, has_grammar=True)
@@ -78,9 +80,10 @@ def serve(
 
     def ready(url: str, name: str) -> None:
         console.line(f"serving {name} on {url}")
-        console.answer({"url": url, "model": name})
+        show_link(server.page, server.page_url, console, url=url, model=name)
 
-    server.serve(open_engine, serving, ready=ready, log=console.note)
+    server = Server(open_engine, serving, ready, console.note)
+    server.run()
 
 
 def _parts(given: list[str]) -> tuple[str, ...]:

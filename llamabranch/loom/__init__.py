@@ -5,7 +5,7 @@ journal.py     the file: records are only appended, by one process
 live.py        events for the tabs; jobs that generate and score
 turns.py       conversations, written by the model's chat template
 formats.py     mikupad's files, JSON, Markdown
-page.py        the page's own files, its security policy, sessions, the exported HTML
+page.py        the page's own files, the exported HTML
 loom.py        a document and its model, and the steps that operations share
 operations.py  what `POST /loom/do` does
 api.py         the routes

@@ -1,4 +1,4 @@
-"""The page's routes: its files, the session, the document, events, operations, import, export."""
+"""The page's routes: the document, events, operations, import, export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..arguments import path_text
 from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
-from . import formats, page
+from . import formats
 from .document import Document, Node, short, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
@@ -42,21 +42,8 @@ def front_of(loom: Loom) -> Front:
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
         path: partial(handler, loom) for path, handler in _ROUTES.items()
     }
-    routes["POST /loom/do"] = do
-    return Front(loom.guard.check, loom.guard.headers, routes, loom.close)
-
-
-async def _static(loom: Loom, call: Request) -> Response:
-    file = page.static_file(call.url.path)
-    if file is None:
-        raise HttpError(404, "there is no such file")
-    return reply(file[0], kind=file[1])
-
-
-async def _session(loom: Loom, call: Request) -> Response:
-    body = await json_of(call, dict[str, str])
-    cookie = loom.guard.session(body.get("token", ""))
-    return reply(b"", 204, {"set-cookie": cookie})
+    routes |= loom.guard.routes | {"POST /loom/do": do}
+    return Front(loom.guard.check, routes, loom.close)
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
@@ -175,8 +162,6 @@ async def _import(loom: Loom, call: Request) -> Response:
 
 
 _ROUTES: dict[str, Handler] = {
-    "GET / /loom/app/{name}": _static,
-    "POST /loom/session": _session,
     "GET /loom/doc": _doc,
     "GET /loom/tokens": _tokens,
     "GET /loom/next": _next,

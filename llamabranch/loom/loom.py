@@ -17,6 +17,7 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
+from ..serve.page import Page
 from ..serve.service import Service
 from .document import (
     Change,
@@ -34,7 +35,7 @@ from .document import (
 )
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
-from .page import Guard
+from .page import FILES
 from .turns import chat_fields, thinking_at
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
@@ -119,7 +120,7 @@ class Loom(Live):
         draft: str = "none",
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
-        self.guard = Guard(port)
+        self.guard = Page(port, FILES)
         self._draft = draft
         self._loading = {"message": "loading the model"}
 

@@ -51,12 +51,10 @@ class Place(NamedTuple):
     Attributes:
         name: for people: "in the system prompt, line 2".
         line: the text of that line up to the token; "" outside of messages.
-        message: the index of the message that the token belongs to; None = of none.
     """
 
     name: str
     line: str = ""
-    message: int | None = None
 
 
 class PromptText:
@@ -66,12 +64,16 @@ class PromptText:
         model: reads the tokens.
         prompt: the prompt of the request.
         tokens: its token ids.
+        has_tools: whether the chat template writes tools before the messages.
     """
 
-    def __init__(self, model: Model, prompt: object, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, model: Model, prompt: object, tokens: Sequence[int], *, has_tools: bool = False
+    ) -> None:
         self._model = model
         self._messages: Sequence[Message] = prompt if is_chat(prompt) else ()
         self._tokens = tokens
+        self._has_tools = has_tools
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -110,20 +112,21 @@ class PromptText:
         return bisect_right(self._ends, offset)
 
     def place(self, position: int) -> Place:
-        """Return where a token stands."""
-        offset = self._offset(position)
+        """Return where a token stands; what counts is its last byte."""
+        offset, last = self._offset(position), self._offset(position + 1) - 1
         if not self._messages:
-            line = self._bytes[:offset].split(b"\n")
-            return Place(f"line {len(line)} of the prompt", line[-1].decode("utf-8", "replace"))
+            lines = self._bytes[: max(offset, last)].split(b"\n")
+            return Place(f"in the prompt, line {len(lines)}", lines[-1].decode("utf-8", "replace"))
         for i, (start, end) in enumerate(self._spans):
             role = cast("Mapping[str, object]", self._messages[i]).get("role")
             name = "the system prompt" if role == "system" else f"message {i + 1} ({role})"
-            if start <= offset < end:
-                lines = self._bytes[start:offset].split(b"\n")
-                text = lines[-1].decode("utf-8", "replace")
-                return Place(f"in {name}, line {len(lines)}", text, i)
-            if offset < start:
-                return Place(f"before {name}, in what the chat template writes")
+            if start <= last < end:
+                n_lines = self._bytes[start:last].count(b"\n") + 1
+                text = self._bytes[start:offset].rpartition(b"\n")[2].decode("utf-8", "replace")
+                return Place(f"in {name}, line {n_lines}", text)
+            if last < start:
+                what = "the tools" if self._has_tools and i < 2 else "what the chat template writes"
+                return Place(f"in {what}, before {name}")
         return Place("after the last message")
 
     def end_of(self, message: int) -> int:

@@ -251,19 +251,22 @@ class Records:
         if record is None or at >= min(len(old), len(tokens)) or not model.has_text:
             return None
         number, prompt = record.number, choice.request.prompt
-        text, old_text = PromptText(model, prompt, tokens), PromptText(model, prompt, old)
+        has_tools = choice.request.tools is not None
+        text = PromptText(model, prompt, tokens, has_tools=has_tools)
+        old_text = PromptText(model, prompt, old)
         window = {"before": around(old_text, at, len(old)), "after": around(text, at, len(tokens))}
-        if at >= record.num_prompt_tokens:
-            message = text.answer_at(at)
-            raw = old_text.raw(record.num_prompt_tokens)
-            if text.raw(record.num_prompt_tokens).startswith(raw):
-                offset = len(text.raw(0)) - len(text.raw(record.num_prompt_tokens)) + len(raw)
-                n = text.position(offset - 1) + 1 - max(at, start)
+        # The last tokens of a prompt may be joined with the answer's first ones.
+        if at > record.num_prompt_tokens - MIN_SHARED:
+            message, raw, rest = text.answer_at(at), old_text.raw(at), text.raw(at)
+            if rest.startswith(raw):
+                n = text.position(len(text.raw(0)) - len(rest) + len(raw) - 1) + 1 - max(at, start)
                 told = (
                     f"{n:,} tokens read again from token {at:,}: the text of the last answer is split "
                     "into other tokens than it was generated in"
                 )
-                return Cause("retokenized", n, told, at, number, **window) if n > 0 else None
+                return (
+                    Cause("retokenized", n, told, at, number, **window) if n >= MIN_SHARED else None
+                )
             if message is not None:
                 n = text.end_of(message) - max(at, start)
                 sent = str(dict(prompt[message]).get("content") or "")  # type: ignore[arg-type]
@@ -273,7 +276,9 @@ class Records:
                     if other.n_thought:
                         what = "the template leaves out earlier thoughts"
                 told = f"{what}: {n:,} tokens from token {at:,} on"
-                return Cause("rewritten", n, told, at, number, **window) if n > 0 else None
+                return (
+                    Cause("rewritten", n, told, at, number, **window) if n >= MIN_SHARED else None
+                )
         runs = repeated(old[at:], tokens[at:])
         n = sum(min(run.n, max(0, at + run.start + run.n - start)) for run in runs)
         if n < _LEAST_AGAIN:
@@ -296,7 +301,7 @@ class Records:
         at, record = n_common(other.all_tokens(), tokens), other.record
         if record is None or session is None or record.session != session:
             return ""
-        if at >= record.num_prompt_tokens or not choice.job.model.has_text:
+        if at > record.num_prompt_tokens - MIN_SHARED or not choice.job.model.has_text:
             return ""
         place = PromptText(choice.job.model, choice.request.prompt, tokens).place(at)
         return f", where it parts from request {record.number}: {place.name}"

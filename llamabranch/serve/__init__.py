@@ -4,6 +4,8 @@ settings.py     the settings of a server, checked
 server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
+page.py         pages for a browser: their files, links, sessions, policy
+view.py         the page of the requests: why each has read tokens
 messages.py     bodies of requests, and answers: JSON, events
 limits.py       bodies, clients that leave or do not read, errors
 errors.py       errors in the form for clients
@@ -64,4 +66,6 @@ def serve(
     require_server()
     from .server import Server
 
-    Server(open_engine, settings or ServeSettings(), ready, log).run()
+    server = Server(open_engine, settings or ServeSettings(), ready, log)
+    log(f"the page of its requests: {server.page_url}/#{server.page.link()}")
+    server.run()

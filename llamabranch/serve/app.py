@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import anthropic, completions, require_server, utilities
+from . import anthropic, completions, require_server, utilities, view
 from .errors import HttpError, door_of
 from .limits import Limits
 from .messages import reply
-from .security import Guard, cors
+from .security import cors
 from .service import Service
 from .settings import ServeSettings
 
@@ -36,6 +36,7 @@ _ROUTES: dict[str, Callable[[Request, Service], Awaitable[Response]]] = {
     "GET /health /v1/health": utilities.health,
     "GET /tokenizer_info": utilities.tokenizer_info,
     "POST /tokenize": utilities.tokenize,
+    "GET /requests": view.requests,
 }
 
 
@@ -47,14 +48,12 @@ class Front(NamedTuple):
     """Handlers in front of the API, which also work while the model is being loaded.
 
     Attributes:
-        check: raises HttpError unless a request may be answered; replaces the rules of the settings.
-        headers: sent with every answer.
+        check: raises HttpError unless a request may be answered, and may set headers of the answer.
         routes: handlers, by method and paths.
         close: awaited when all requests have ended.
     """
 
     check: Callable[[Scope], None]
-    headers: Sequence[tuple[bytes, bytes]]
     routes: Mapping[str, Callable[[Request], Awaitable[Response]]]
     close: Callable[[], Awaitable[None]] = _nothing
 
@@ -62,7 +61,7 @@ class Front(NamedTuple):
 def application(
     service_of: Callable[[], Service | None],
     settings: ServeSettings,
-    front: Front | None = None,
+    front: Front,
 ) -> Starlette:
     """Return the application.
 
@@ -90,10 +89,6 @@ def application(
             answer.cancel()
             gone.cancel()
 
-    middleware = []
-    if front is None:
-        front = Front(Guard(settings).check, (), {})
-        middleware = [Middleware(cors(settings))]
     handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {**front.routes}
     handlers |= {name: partial(serve, handler) for name, handler in _ROUTES.items()}
     return Starlette(
@@ -102,7 +97,7 @@ def application(
             for name, handler in handlers.items()
             for path in name.split()[1:]
         ],
-        middleware=[*middleware, Middleware(Limits, settings, front.check, front.headers)],
+        middleware=[Middleware(cors(settings)), Middleware(Limits, settings, front.check)],
         exception_handlers={HTTPException: _not_found},
     )
 

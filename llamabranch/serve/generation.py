@@ -124,6 +124,8 @@ async def answer(writer: Writer[F], jobs: Sequence[Job]) -> Response:
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
+    for job in jobs:
+        job.door = writer.door
     if writer.fields.stream:
         return await event_stream(_frames(writer, jobs), writer.door)
     return reply(writer.body(await all_texts(writer.service, jobs)))
@@ -208,6 +210,7 @@ async def updates(
                 yield [*changed.values()]
     finally:
         service.n_texts -= n_left
+        service.log_records(jobs)
 
 
 def _check(result: Result) -> None:

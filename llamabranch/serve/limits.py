@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
+_Headers = Sequence[tuple[bytes, bytes]]
+
+
 class Limits:
     """Middleware: refuses requests, and ends those whose client has gone or does not read.
 
@@ -27,22 +30,19 @@ class Limits:
     Args:
         app: the application.
         settings: limits.
-        check: raises HttpError unless a request may be answered.
-        headers: sent with every answer.
+        check: raises HttpError unless a request may be answered; may set headers of the answer.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServeSettings,
-        check: Callable[[Scope], None],
-        headers: Sequence[tuple[bytes, bytes]],
+        self, app: ASGIApp, settings: ServeSettings, check: Callable[[Scope], None]
     ) -> None:
-        self._app, self._settings, self._check, self._headers = app, settings, check, headers
+        self._app, self._settings, self._check = app, settings, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        state: dict[str, object] = {"max_body": self._settings.max_body, "fields": None}
+        state: dict[str, object] = {
+            "max_body": self._settings.max_body, "fields": None, "headers": (),
+        }  # fmt: skip
         scope["state"] = state
         n_bytes, has_begun = 0, False
 
@@ -58,7 +58,7 @@ class Limits:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                message["headers"] = [*message["headers"], *self._headers]
+                message["headers"] = [*message["headers"], *cast(_Headers, state["headers"])]
             with fail_after(self._settings.send_timeout_s):
                 await send(message)
 

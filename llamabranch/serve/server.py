@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Callable
 
 from ..engine import AsyncEngine
 from ..errors import ConfigError
 from ..startup import quit_interrupted
-from . import require_server
+from . import require_server, view
 from .app import Front, application
+from .page import Page
 from .service import Service
 from .settings import ServeSettings
 
@@ -31,10 +31,9 @@ class Server:
     Attributes:
         service: the service; None until the model is loaded.
         port, url: where it listens.
-        front: handlers in front of the API; set it before ``run``.
+        page, page_url: the page of the requests, and where it is: on this machine only.
+        front: handlers in front of the API, by default those of ``page``; set it before ``run``.
     """
-
-    front: Front | None = None
 
     def __init__(
         self,
@@ -59,6 +58,9 @@ class Server:
         # Per connection. It limits the memory for a client that does not read.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.port = int(self._socket.getsockname()[1])
+        self.page = Page(self.port, view.FILES, settings.api_keys)
+        self.front = Front(view.check_of(self.page, settings), self.page.routes)
+        self.page_url = f"http://{'localhost' if ':' in host else '127.0.0.1'}:{self.port}"
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def stop(self) -> None:
@@ -92,26 +94,22 @@ class Server:
         config = uvicorn.Config(
             app, http="h11", h11_max_incomplete_event_size=_MOST_BYTES, loop="none", ws="none",
             lifespan="off", log_config=None,
-            access_log=self.settings.log_requests, log_level="critical", server_header=False,
+            access_log=False, log_level="critical", server_header=False,
             proxy_headers=False, timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=self.settings.shutdown_timeout_s,  # type: ignore[arg-type]
         )  # fmt: skip
-        access = logging.getLogger("uvicorn.access")
-        access.setLevel(logging.INFO)
-        access.propagate = self.settings.log_requests
         self._uvicorn = server = uvicorn.Server(config)
         server.handle_exit = self._on_signal  # type: ignore[assignment]  # of SIGINT and SIGTERM
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
         engine: AsyncEngine | None = None
         try:
             engine = await asyncio.to_thread(self._open_engine)
-            self.service = service = Service(engine, self.settings)
+            self.service = service = Service(engine, self.settings, self._log)
             self._ready(self.url, service.name)
             await serving
         finally:
             server.should_exit = True
             await serving
-            if self.front is not None:
-                await self.front.close()
+            await self.front.close()
             if engine is not None:
                 await engine.close()

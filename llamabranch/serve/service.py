@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from functools import partial
 from time import time
 
 from ..arguments import path_text
 from ..engine import AsyncEngine, Request
+from ..pictures import visible
 from ..request.openai import Vocabulary, head, named_piece
+from ..run.job import Job
 from ..sampling import SamplingParams
 from .errors import HttpError
 from .settings import ServeSettings
@@ -25,6 +27,7 @@ class Service:
     Args:
         engine: runs the texts.
         settings: limits and defaults.
+        log: is called with a line for each request.
 
     Attributes:
         n_texts: the number of unfinished texts.
@@ -32,8 +35,11 @@ class Service:
         is_exact: whether a text is independent, to the bit, of what else is computed.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: ServeSettings) -> None:
+    def __init__(
+        self, engine: AsyncEngine, settings: ServeSettings, log: Callable[[str], None]
+    ) -> None:
         self.engine = engine
+        self.log = log
         self.settings = settings
         self.ctx = engine.engine.target
         self.model = self.ctx.model
@@ -48,6 +54,12 @@ class Service:
         """Return the first fields of an answer."""
         fields = head(prefix, kind, self.name)
         return fields if self.is_exact else fields | {"exact": False}
+
+    def log_records(self, jobs: Iterable[Job]) -> None:
+        """Log what requests have cost, and why."""
+        for record in [job.record for job in jobs if self.settings.log_requests]:
+            if record is not None:  # it was begun
+                self.log(visible(record.line()) + ("" if record.finish_reason else "  cancelled"))
 
     def dates(self) -> dict[str, object]:
         """Return today's date for a chat template that uses it."""

@@ -28,7 +28,7 @@ class ServeSettings:
         max_choices: the most texts of one request: prompts times ``n``.
         send_timeout_s: a request is cancelled if its client reads no data for this long.
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
-        log_requests: log a line for each request, to the logger "uvicorn.access".
+        log_requests: log a line for each request that was read: what it cost, and why.
         max_tokens: the limit for requests that set none; None = until the context is full.
         sampling: defaults for settings that a request leaves out.
 
@@ -48,7 +48,7 @@ class ServeSettings:
     max_choices: int = 128
     send_timeout_s: float = 60.0
     shutdown_timeout_s: float = 30.0
-    log_requests: bool = False
+    log_requests: bool = True
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
 

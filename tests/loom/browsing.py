@@ -85,7 +85,7 @@ def visiting(browser: Browser, served: Opened, **settings: object) -> Iterator[P
         context.add_cookies(served.cookies)
         page.goto(served.url)
     else:
-        with page.expect_response("**/loom/session"):  # then there is a cookie
+        with page.expect_response("**/session"):  # then there is a cookie
             page.goto(served.link)
         page.wait_for_url(f"{served.url}/")
         served.cookies += context.cookies()

@@ -73,7 +73,7 @@ def test_first_half_minute(page: Page) -> None:
 
 def test_bytes_that_are_no_text_can_be_told_apart(page: Page) -> None:
     pieces = [[226, 130], [32, 240], "a", {"c": "<s>"}, [226, 130, 172]]
-    shown = "all => import('/loom/app/store.js').then(store => all.map(store.pieceText))"
+    shown = "all => import('/app/store.js').then(store => all.map(store.pieceText))"
     assert page.evaluate(shown, pieces) == [r"\xe2\x82", r" \xf0", "a", "<s>", "€"]
 
 
@@ -129,7 +129,7 @@ def do(page: Page, op: str, **fields: object) -> Any:
 def show(page: Page, node: str) -> None:
     """Show a text, wherever its row is."""
     page.wait_for_function(
-        """node => import("/loom/app/store.js").then(({store, select}) => {
+        """node => import("/app/store.js").then(({store, select}) => {
         if (store.nodes.has(node)) select(node);
         return store.current === node; })""",
         arg=node,
@@ -145,7 +145,7 @@ def shown(page: Page, text: str) -> str:
 
 
 def chosen(page: Page) -> str:
-    return str(page.evaluate("import('/loom/app/store.js').then(({store}) => store.current)"))
+    return str(page.evaluate("import('/app/store.js').then(({store}) => store.current)"))
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:

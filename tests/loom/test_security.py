@@ -13,7 +13,7 @@ from paging import Paged
 GET = [
     "/loom/doc", "/loom/tokens?node=n1", "/loom/find?q=a", "/loom/events", "/loom/export",
     "/v1/models", "/health", "/loom/nothing",
-    "/loom/app/nothing.js", "/loom/app/../document.py", "/loom/app/%2e%2e/document.py", "/favicon.ico",
+    "/app/nothing.js", "/app/../document.py", "/app/%2e%2e/document.py", "/favicon.ico",
 ]  # fmt: skip
 POST = ["/loom/do", "/loom/import", "/v1/completions"]
 
@@ -50,7 +50,7 @@ def ask(page: Paged, path: str, body: str | None = None, **headers: str) -> Any:
 
 def session(page: Paged, token: str = "", **headers: str) -> Any:
     token = token or page.loom.guard.link()
-    return ask(page, "/loom/session", f'{{"token": "{token}"}}', **headers)
+    return ask(page, "/session", f'{{"token": "{token}"}}', **headers)
 
 
 @pytest.mark.parametrize("path", sorted({*GET, *POST}))
@@ -78,7 +78,7 @@ def test_a_link_works_once_and_for_five_minutes(
         assert ask(page, path, Cookie=cookie).status == 200
     assert ask(page, "/loom/do", "{}", Cookie=cookie).status == 403  # it must say its origin
     now = 0.0
-    monkeypatch.setattr("llamabranch.loom.page.monotonic", lambda: now)
+    monkeypatch.setattr("llamabranch.serve.page.monotonic", lambda: now)
     tokens = [page.loom.guard.link() for _ in range(2)]
     for token, now, status in zip(tokens, (299.9, 300.1), (204, 401), strict=True):  # noqa: B007
         assert session(page, token, Origin=page.url).status == status
@@ -99,7 +99,7 @@ OTHERS = {"Host": HOSTS, "Origin": ORIGINS, "Sec_Fetch_Site": SITES}
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name in OTHERS for v in OTHERS[name]])
 def test_requests_of_others_are_refused(page: Paged, key: str, name: str, value: str) -> None:
     headers = {"Authorization": key, name: value.format(port=page.server.port)}
-    for path in ("/", "/loom/app/main.js", "/loom/doc", "/v1/models"):
+    for path in ("/", "/app/main.js", "/loom/doc", "/v1/models"):
         status = ask(page, path, **headers).status
         assert status == (200 if value == "none" else 403)  # none: a person typed the address
     for path in ("/loom/do", "/v1/completions"):
@@ -114,7 +114,7 @@ def test_a_session_begins_where_its_page_is(page: Paged) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/loom/app/main.js", "/loom/doc", "/v1/models", "/loom/nothing", "/v1/nothing"]
+    "path", ["/", "/app/main.js", "/loom/doc", "/v1/models", "/loom/nothing", "/v1/nothing"]
 )
 def test_every_answer_has_the_policy(page: Paged, key: str, path: str) -> None:
     answer = ask(page, path, Authorization=key)

@@ -22,7 +22,7 @@ DATA = {
     "llamabranch/data/tale-draft-q8_0.gguf",
     "llamabranch/py.typed",
     "llamabranch/native/core.py",
-    *("llamabranch/loom/app/" + file.name for file in (ROOT / "llamabranch/loom/app").iterdir()),
+    *(str(file.relative_to(ROOT)) for file in (ROOT / "llamabranch").glob("*/app/*")),
 }
 
 pytest.importorskip("scikit_build_core")

@@ -180,8 +180,8 @@ def test_hosts_and_origins(settings: Any, passing: list[str], refused: list[str]
                 assert readable in ((allowed,) if allowed is None else (allowed, "*"))
 
 
-def test_keys(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(api_keys=("one", "two"), log_requests=True) as server, server.client() as api:
+def test_keys() -> None:
+    with serving(api_keys=("one", "two")) as server, server.client() as api:
         assert api.get("/health").status_code == 200
         for headers, status in (
             ({}, 401), ({"authorization": "Bearer"}, 401), ({"authorization": "Bearer three"}, 401),
@@ -190,11 +190,6 @@ def test_keys(caplog: pytest.LogCaptureFixture) -> None:
         ):  # fmt: skip
             assert api.get("/v1/models", headers=headers).status_code == status
         assert api.get("/none", headers={"authorization": "Bearer one"}).status_code == 404
-    said = dict.fromkeys(record.getMessage().partition(" - ")[2] for record in caplog.records)
-    assert list(said) == [
-        '"GET /health HTTP/1.1" 200', '"GET /v1/models HTTP/1.1" 401',
-        '"GET /v1/models HTTP/1.1" 200', '"GET /none HTTP/1.1" 404',
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
-import { busy, hush, plural, redraw, short, tell, warn } from "./dom.js";
+import { busy, hush, openLink, plural, redraw, short, tell, warn } from "./dom.js";
 import { forgetTokens, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
@@ -195,11 +195,7 @@ async function resume() {
 /** Exchange the link's token for a session, fetch the document, listen. */
 export async function connect() {
   addEventListener("hashchange", connect, { once: true }); // a fresh link in the same tab
-  const token = location.hash.slice(1);
-  if (token) {
-    history.replaceState(null, "", location.pathname);
-    const body = JSON.stringify({ token });
-    await backend.ask("/loom/session", { method: "POST", body }).catch(() => {});
+  if (await openLink()) {
     links += 1;
     net.session = true;
   }

@@ -1,5 +1,5 @@
 // @ts-check
-// Elements, characters and frames. Text reaches the page as text nodes only; this module knows nothing of documents.
+// Elements, characters, frames, the session. Text reaches the page as text nodes only; this module knows nothing of documents.
 
 /** @param {string} id @returns {any} */
 export const $ = (id) => document.getElementById(id);
@@ -208,4 +208,15 @@ export function tell(message) {
     toldAt = performance.now();
     $("polite").textContent = visible(message);
   }, Math.max(0, 2000 - (performance.now() - toldAt)));
+}
+
+/** Exchange the token of the link that opened the page, if there is one, for a session. Whether there was one. */
+export async function openLink() {
+  const token = location.hash.slice(1);
+  if (!token) return false;
+  history.replaceState(null, "", location.pathname);
+  busy(1);
+  await fetch("/session", { method: "POST", body: JSON.stringify({ token }) }).catch(() => {});
+  busy(-1);
+  return true;
 }

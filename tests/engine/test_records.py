@@ -1,0 +1,221 @@
+"""Records: what a request read, and the reason; every miss made on purpose is named, no hit is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from conftest import DATA, audit
+from engine_runs import heard
+
+from llamabranch import Context, Engine, Model, Request
+from llamabranch.errors import ConfigError
+from llamabranch.request.difference import repeated, words
+from llamabranch.request.record import KINDS, Record
+
+# The tools, if there are any, and no earlier thoughts.
+TEMPLATE = (
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}[{{ m.role }}] "
+    "{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}"
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] "
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+LINES = [
+    f"{who} went to the {place} and saw a {thing} under the tree."
+    for who, place, thing in zip(
+        ("The king", "A wolf", "The old woman", "Her son", "The miller", "A bear", "The fox"),
+        ("forest", "river", "castle", "mill", "market", "garden", "well"),
+        ("bird", "ring", "sword", "child", "loaf", "crown", "golden apple"),
+        strict=True,
+    )
+]
+SYSTEM = "\n".join(["You tell tales.", "version=1", *LINES])
+TASKS = [f"Tell of {line[:-1].lower()}." for line in LINES]
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def teller() -> Iterator[Model]:
+    with Model(DATA / "tale-target-q8_0.gguf", chat_template=TEMPLATE) as model:
+        yield model
+
+
+@pytest.fixture
+def ctx(teller: Model) -> Iterator[Context]:
+    with Context(teller, n_ctx=8192, n_seq_max=4, n_threads=1) as ctx:
+        yield ctx
+        audit(ctx)
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def began(number: int) -> Messages:
+    """A conversation that no other number has, from its first line on."""
+    rng, lines = random.Random(number), SYSTEM.split("\n")
+    mixed = [" ".join(rng.sample(line.split(), len(line.split()))) for line in lines[2:]]
+    return [said("system", "\n".join([*lines[:2], *mixed])), said("user", TASKS[number])]
+
+
+def turn(ctx: Context, messages: Messages, **options: Any) -> Record:
+    """Answer, append an answer and the next question; return the record."""
+    result = ctx.chat(messages, **{"max_tokens": 0, "seed": 1, **options})
+    i = len(messages) % len(LINES)
+    messages += [said("assistant", result.text or LINES[i]), said("user", TASKS[i])]
+    record: Record = ctx.requests[-1]
+    assert record.finish_reason == result.finish_reason
+    assert (record.num_prompt_tokens, record.cached) == (result.num_prompt_tokens, result.cached)
+    assert (record.evaluated, record.generated) == (result.evaluated, result.generated)
+    assert sum(cause.n_tokens for cause in record.causes) == record.evaluated
+    assert all(cause.kind in KINDS and cause.told for cause in record.causes)
+    return record
+
+
+def caused(record: Record, kind: str) -> str:
+    """Return the reason of this kind in words. There is no other one for reading again."""
+    (cause,) = [cause for cause in record.causes if cause.is_again]
+    assert (cause.kind, record.again) == (kind, cause.n_tokens)
+    assert cause.told in record.line()
+    return cause.told
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("session", [None, "main"])
+def test_each_change_of_a_prompt_is_named(ctx: Context, number: int, session: str | None) -> None:
+    """Five kinds of changes, each in five conversations, with and without a session."""
+    messages, options = began(number), {"session_id": session}
+    assert [c.kind for c in turn(ctx, messages, **options).causes] == ["first"]
+    assert turn(ctx, messages, **options).again == 0
+
+    messages[0]["content"] = messages[0]["content"].replace("version=1", "version=2")
+    told = caused(turn(ctx, messages, **options), "changed")
+    assert "`version=1` became `version=2`, in the system prompt, line 2" in told
+    messages[0]["content"] = messages[0]["content"].replace(
+        "version=2\n", "version=2\nNew: line.\n"
+    )
+    told = caused(turn(ctx, messages, **options), "changed")
+    assert "`New:` was added, in the system prompt, line 3" in told
+    lines = messages[0]["content"].split("\n")
+    messages[0]["content"] = "\n".join([*lines[:4], *lines[5:]])
+    told = caused(turn(ctx, messages, **options), "changed")
+    assert "was left out, in the system prompt, line 5" in told
+    messages[1]["content"] = "Please! " + messages[1]["content"]
+    told = caused(turn(ctx, messages, **options), "changed")
+    assert "`Please!` was added, in message 2 (user), line 1" in told
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    told = caused(turn(ctx, messages, tools=[tool], **options), "changed")
+    assert "in the tools" in told
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_an_answer_that_comes_back_differently_is_named(ctx: Context, number: int) -> None:
+    """The template leaves out its thought, its tokens are others, or the client changed it."""
+    messages = began(number)
+    turn(ctx, messages, thinking=12, max_tokens=30, session_id="a")
+    told = caused(turn(ctx, messages, thinking=False, session_id="a"), "rewritten")
+    assert "the template leaves out earlier thoughts" in told
+
+    messages = began(number)
+    messages[0]["content"] += "\nAnother."
+    result = ctx.chat(messages, regex="[a-z]{120}", seed=number, temperature=1.5)
+    longer = [*messages, said("assistant", result.text), said("user", "And then?")]
+    assert "split into other tokens" in caused(turn(ctx, longer), "retokenized")
+    longer = [*messages, said("assistant", "I say no more of the bear."), said("user", "And then?")]
+    record = turn(ctx, longer)
+    assert record.again == 0 or "the client sent the last answer changed" in record.line()
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_an_eviction_is_named_with_whom_it_was_for(teller: Model, number: int) -> None:
+    with Context(teller, n_ctx=256, n_seq_max=2, prefix_cache=True) as ctx:
+        messages = began(number)
+        n = turn(ctx, messages, session_id="main").num_prompt_tokens
+        others = [said("user", " ".join(LINES[::-1] * 2))]
+        turn(ctx, others, session_id="other")
+        record = turn(ctx, messages, session_id="main")
+        told = caused(record, "evicted")
+        assert "thrown out for session other" in told and "-c " in told
+        with Context(teller, n_ctx=int(told.split("-c ")[1].split()[0]), n_seq_max=8) as enough:
+            again = began(number)
+            turn(enough, again, session_id="main")
+            turn(enough, [said("user", " ".join(LINES[::-1] * 2))], session_id="other")
+            # The last token, a space, is joined with the next word.
+            assert turn(enough, again, session_id="main").cached >= n - 1
+        audit(ctx)
+
+
+def test_no_hit_has_a_cause(ctx: Context) -> None:
+    """Forty turns of five conversations and of sub-agents: nothing is read again, and nothing is told."""
+    for number in range(5):
+        messages = began(number)
+        assert turn(ctx, messages).again == 0
+        for i in range(4):
+            record = turn(ctx, messages, session_id=None if i % 2 else f"main {number}")
+            assert ([c.kind for c in record.causes], record.hint) == (["new"], "")
+            assert record.cached > 0 == record.again
+        for i in range(4):  # sub-agents begin like it
+            child = [*messages[:-1], said("user", f"Task {i}: {TASKS[-1 - i]}")]
+            names = {"session_id": f"{number}.{i}", "parent_session_id": f"main {number}"}
+            record = turn(ctx, child, **names)
+            assert [c.kind for c in record.causes] == ["new"]
+            assert record.follows is not None
+
+
+def test_memory_that_cannot_go_back_and_scores_are_named(ctx: Context, tmp_path: Path) -> None:
+    result = ctx.complete(SYSTEM, max_tokens=2)
+    ctx.complete(SYSTEM, max_tokens=0, prompt_logprobs=0)
+    assert [c.kind for c in ctx.requests[-1].causes] == ["scored", "new"]
+    assert ctx.requests[-1].evaluated == result.num_prompt_tokens
+    path = toys.write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes")
+    with Model(path) as model, Context(model, n_ctx=512, prefix_cache=True) as hybrid:
+        tokens = [5 + i % 90 for i in range(100)]
+        for prompt in (tokens, [*tokens[:50], 7, 8, 9]):
+            hybrid.complete(prompt, max_tokens=2)
+        record = hybrid.requests[-1]
+        assert record.causes[0].kind == "memory" and record.causes[0].n_tokens == 50 - record.cached
+
+
+def test_a_line_that_changes_again_and_again_gets_a_hint(ctx: Context) -> None:
+    messages = began(0)
+    hints = []
+    for number in range(5):
+        messages[0]["content"] = messages[0]["content"].replace("version=", "version=1", 1)
+        hints.append(turn(ctx, messages).hint)
+        assert number < 3 or "--drop-line '^version=1" in hints[-1]
+    assert hints[:3] == ["", "", ""]
+
+
+def test_records_come_from_every_kind_of_call(ctx: Context) -> None:
+    """The last 500 are kept; a cancelled request has read what it has read."""
+    ctx.complete([TASKS[0], TASKS[1]], max_tokens=2, n=2)
+    one, two = ctx.requests
+    assert (one.id, two.id, one.generated, one.door) == ("0", "1", 4, "python")
+    with Engine(ctx, drafter=None) as engine:
+        heard(engine.stream([Request(SYSTEM, id="a", max_tokens=2, session_id="s")]))
+    job = ctx.submit(Request(SYSTEM, max_tokens=2))
+    assert job.results[0].cached == ctx.requests[-1].cached > 0
+    assert [record.session for record in ctx.requests[2:]] == ["s", ""]
+    for _ in range(500):
+        ctx.complete([5, 6, 7], max_tokens=0)
+    assert len(ctx.requests) == 500 and ctx.requests[0].number == 4
+    for bad in ("", "x" * 10_000, "a\nb", "\0"):
+        with pytest.raises(ConfigError, match="session_id must be 1 to 200 printable characters"):
+            ctx.complete("x", session_id=bad)
+
+
+def test_repeated_runs_are_found() -> None:
+    old = list(range(200))
+    assert repeated(old, [*range(500, 510), *range(50, 150), 7, *range(160, 200)]) == [
+        (10, 50, 100), (111, 160, 40)
+    ]  # fmt: skip
+    assert repeated(old, list(range(300, 400))) == repeated([], old) == repeated(old, []) == []
+    assert words("a b cch=1 x", "a b cch=2 y") == ("cch=1", "cch=2")
+    assert words("a", "a b") == ("a", "a")

@@ -38,6 +38,10 @@ def serve(
     parallel: Annotated[
         int, option("-np --parallel", "Texts at a time.", SERVER, metavar="N", min=1, max=255)
     ] = 8,
+    drop_line: Annotated[
+        list[str] | None,
+        option("--drop-line", "Lines to leave out of system prompts.", SERVER, metavar="REGEX"),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API and scores of texts.
 
@@ -56,7 +60,7 @@ def serve(
     params = given.params(given.seed)
     own: dict[str, Any] = {
         "host": host, "port": port, "parallel": parallel, "max_tokens": given.max_tokens,
-        "sampling": params,
+        "sampling": params, "drop_lines": tuple(drop_line or ()),
         "api_keys": _parts(api_key or [os.environ.get(_KEY_VARIABLE, "")]),
     }  # fmt: skip
     more: dict[str, Any] = {

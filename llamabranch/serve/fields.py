@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from ..engine.completion import Call
 from ..errors import CacheFullError
+from ..model import Message, chat_messages
 from ..request.fields import TextFields
 from ..request.request import TextOptions
 from ..run.job import Job
@@ -99,6 +100,16 @@ def _session_in(user_id: object) -> str | None:
         return user_id.partition("_session_")[2] or None
 
 
+def call_of(
+    service: Service, prompts: object, options: Mapping[str, object], *, chats: bool
+) -> tuple[Call, list[str]]:
+    """Return the call for prompts or a conversation, and the lines that it leaves out."""
+    dropped = list[str]()
+    if chats:
+        prompts, dropped = service.without_lines(chat_messages(cast("list[Message]", prompts)))
+    return Call(service.ctx, prompts, None, options, chats=chats), dropped
+
+
 async def prepared(
     service: Service,
     prompts: object,
@@ -122,14 +133,17 @@ async def prepared(
     engine, chats = service.engine.engine, param == "messages"
 
     def prepare() -> list[Job]:
-        call = Call(service.ctx, prompts, None, options, chats=chats)
+        call, dropped = call_of(service, prompts, options, chats=chats)
         n, most = call.requests[0].n, service.settings.max_choices
         if len(call.requests) * n > most:
             message = f"{len(call.requests)} prompts with {n} texts each; 1 to {most} are allowed"
             one = f"n must be 1 to {most}"
             raise HttpError(400, message if len(call.requests) > 1 else one, param="n")
         reports = bool(reports_tokens)
-        return call.prepare(lambda _, request: engine.prepare(request, reports_tokens=reports))
+        jobs = call.prepare(lambda _, request: engine.prepare(request, reports_tokens=reports))
+        for job in jobs:
+            job.dropped = dropped
+        return jobs
 
     try:
         jobs = await to_thread(prepare)

@@ -207,6 +207,42 @@ def test_models(claude: Any, server: Serving) -> None:
         claude.models.retrieve("another")
 
 
+def test_a_call_that_is_cut_is_no_whole_block(claude: Any) -> None:
+    asked = {"tools": TOOLS, "tool_choice": {"type": "any"}}
+    n_tokens = ask(claude, **asked, max_tokens=80).usage.output_tokens
+    for n in range(1, n_tokens, 3):
+        raw, message = told(claude, **asked, max_tokens=n)
+        assert message.stop_reason == ask(claude, **asked, max_tokens=n).stop_reason == "max_tokens"
+        open_block, n_blocks = None, 0
+        for event in raw:
+            if event.type == "content_block_start":
+                assert open_block is None and event.index == n_blocks
+                open_block, n_blocks = event.index, n_blocks + 1
+            elif event.type == "content_block_delta":
+                assert event.index == open_block
+            elif event.type == "content_block_stop":
+                assert event.index == open_block
+                open_block = None
+        assert open_block is None
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.GrammarWarning")
+def test_a_tool_whose_schema_is_not_supported_leaves_the_others_usable(claude: Any) -> None:
+    broken = {"name": "fly", "input_schema": {"type": "object", "patternProperties": 5}}
+    for name in ("crown", "fly"):
+        asked = {"tools": [*TOOLS, broken], "tool_choice": {"type": "tool", "name": name}}
+        message = ask(claude, **asked, max_tokens=80)
+        if name == "crown":  # the arguments of the other one can be of any length
+            assert message.content[0].input["age"] in (7, 70)
+    counted = claude.messages.count_tokens(model="any", messages=HELLO, tools=[*TOOLS, broken])
+    assert counted.input_tokens > 100
+
+
+def test_a_prompt_that_is_too_long_can_be_counted(claude: Any) -> None:
+    long = [{"role": "user", "content": "word " * 3000}]
+    assert claude.messages.count_tokens(model="any", messages=long).input_tokens > 3000
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}

@@ -19,7 +19,7 @@ from ..request.fields import TextFields
 from ..request.request import TextOptions
 from ..run.job import Job
 from .errors import HttpError
-from .service import Service
+from .service import TOO_LONG, Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -149,7 +149,7 @@ async def prepared(
     try:
         jobs = await to_thread(prepare)
     except CacheFullError as error:
-        raise HttpError(400, error.message, param=param) from None
+        raise HttpError(400, f"{TOO_LONG}: {error.message}", param=param) from None
     for job in jobs:
         service.check_room(job.prompt, job.max_tokens, param)
     return jobs

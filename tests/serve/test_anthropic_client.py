@@ -275,7 +275,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"extra_body": {"temperature": "hot"}}, "temperature"),
         ({"extra_body": {"session_id": "a\nb"}}, "session_id must be 1 to 200 printable"),
         ({"extra_headers": {"X-Session-Id": "s" * 10_000}}, "session_id must be 1 to 200"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "the context has room"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt is too long"),
     ],
 )
 def test_bad_requests_get_anthropics_error(claude: Any, more: Any, message: str) -> None:

@@ -311,6 +311,7 @@ def test_errors_of_other_kinds(claude: Any, server: Serving, api: Any) -> None:
         ({}, {}, (None, None)),
         ({"session_id": "a", "parent_session_id": "b"}, {"x-session-id": "c"}, ("a", "b")),
         ({}, {"x-session-id": "c", "x-parent-session-id": "d"}, ("c", "d")),
+        ({}, {"x-session-affinity": "c", "x-claude-code-session-id": "s"}, ("c", None)),
         ({"metadata": {"user_id": "user_1_account__session_a-b"}}, {}, ("a-b", None)),
         ({"metadata": {"user_id": '{"device_id": "1", "session_id": "a-b"}'}}, {}, ("a-b", None)),
         ({"metadata": {"user_id": "[" * 100_000}}, {}, (None, None)),

@@ -338,6 +338,24 @@ def test_sessions(fields: Any, headers: dict[str, str], expected: Any) -> None:
     assert (request.session_id, request.parent_session_id) == expected
 
 
+def test_both_doors_make_the_same_request(claude: Any, server: Serving, api: Any) -> None:
+    """With the same text, out of the same cache; the records tell the door and the session."""
+    asked = body(system="You are a poet. " * 3)
+    headers = {"x-session-id": "main"}
+    message = claude.messages.create(**asked, extra_headers=headers)
+    said = [{"role": "system", "content": asked["system"]}, *HELLO]
+    other = {"messages": said, "max_tokens": 16, "thinking": False, **WARM}
+    more = {"session_id": "child", "parent_session_id": "main", "ephemeral": True}
+    api.headers["x-api-key"] = "secret"
+    answer = post(api, 200, "/v1/chat/completions", **other, **more)
+    assert answer["choices"][0]["message"]["content"] == message.content[0].text
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    first, second = server.ctx.requests[-2:]
+    assert (first.door, first.session, first.parent) == ("messages", "main", "")
+    assert (second.door, second.session, second.parent) == ("chat", "child", "main")
+
+
 def test_short_lived_sessions_end_at_once() -> None:
     from llamabranch.serve.completions import ChatFields
 

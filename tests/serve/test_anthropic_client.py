@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from serving import Serving, post, record_schema
@@ -174,6 +174,24 @@ def test_structured_answers(claude: Any) -> None:
     assert message.content[0].text.startswith('{"name": ')
 
 
+def test_the_clients_own_loop_over_tools(claude: Any) -> None:
+    """It asks for a conversation that the server keeps, and goes on without when that is refused."""
+    called = []
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def crown(age: Literal[7, 70]) -> str:
+        """Crown a king."""
+        called.append(age)
+        return "done"
+
+    choice = {"type": "tool", "name": "crown"}
+    asked = {**body(max_tokens=60), "tools": [crown], "tool_choice": choice, "max_iterations": 3}
+    answers = list(claude.beta.messages.tool_runner(**asked))
+    assert [answer.stop_reason for answer in answers] == ["tool_use"] * 3
+    assert len(called) >= 2
+    assert answers[1].usage.cache_read_input_tokens > answers[0].usage.input_tokens / 2
+
+
 def test_asynchronous_calls_and_one_that_is_left(server: Serving) -> None:
     async def run() -> None:
         async with anthropic.AsyncAnthropic(
@@ -260,6 +278,9 @@ def user(*blocks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"extra_body": {"compaction": {"type": "x"}}}, "compaction is not supported"),
+        ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers is not supported"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread is not supported"),
         (user(IMAGE), r"messages\[0\]: image blocks are not supported"),
         (user(PAGES), r"messages\[0\]: document blocks are not supported"),
         (user(SHOWN), r"messages\[0\]: image blocks are not supported"),

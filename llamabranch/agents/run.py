@@ -346,6 +346,7 @@ class AgentPath:
             sampling=self._agent.sampling.replace(seed=self._seed),
             priority=-self._turn,
             thinking=thinking,
+            session_id=f"{session.number}/{self._name}",
         )
         begun, timer, engine = perf_counter(), None, session.engine
         streams = session.listen is not None

@@ -1,4 +1,4 @@
-"""``llamabranch serve``: an OpenAI-compatible HTTP server."""
+"""``llamabranch serve``: an HTTP server with OpenAI's and Anthropic's API."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ def serve(
     parallel: Annotated[
         int, option("-np --parallel", "Texts at a time.", SERVER, metavar="N", min=1, max=255)
     ] = 8,
+    drop_line: Annotated[
+        list[str] | None,
+        option("--drop-line", "Lines to leave out of system prompts.", SERVER, metavar="REGEX"),
+    ] = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API and scores of texts.
+    """Serve a model over HTTP: OpenAI's and Anthropic's API, and scores of texts.
 
     llamabranch serve -m a.gguf -np 8
     llamabranch serve -hf Qwen/Qwen3-4B-GGUF --port 9000 --limit alias=qwen
@@ -56,7 +60,7 @@ def serve(
     params = given.params(given.seed)
     own: dict[str, Any] = {
         "host": host, "port": port, "parallel": parallel, "max_tokens": given.max_tokens,
-        "sampling": params,
+        "sampling": params, "drop_lines": tuple(drop_line or ()),
         "api_keys": _parts(api_key or [os.environ.get(_KEY_VARIABLE, "")]),
     }  # fmt: skip
     more: dict[str, Any] = {

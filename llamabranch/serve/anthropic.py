@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..arguments import placed
-from ..engine.completion import Call
 from ..errors import ConfigError
 from ..model import TurnEvent
 from ..request.fields import ResponseFormat
 from ..request.result import Result
 from .completions import ChatFields, chat_jobs, chat_options
 from .errors import HttpError
-from .fields import HttpFields
+from .fields import HttpFields, call_of
 from .generation import Update, Writer, answer
 from .messages import json_of, reply
 from .service import Service
@@ -179,6 +178,7 @@ class OutputConfig(Struct):
 class MessagesFields(HttpFields, kw_only=True):
     """The body of a request; besides Anthropic's fields it may have our sampling settings."""
 
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     messages: Annotated[list[SentMessage], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[SentTool] | None = None
@@ -186,13 +186,23 @@ class MessagesFields(HttpFields, kw_only=True):
     thinking: ThinkingConfig | None = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
+    thread: dict[str, object] | None = None
+    compaction: dict[str, object] | None = None
+    mcp_servers: list[object] | None = None
 
     def chat(self) -> ChatFields:
         """Return the request as one of the chat endpoint.
 
         Raises:
-            ConfigError: a block or a tool is not supported; the message says where it is.
+            HttpError, ConfigError: a field, a block or a tool is not supported; the message names it.
         """
+        if self.thread:  # the client then sends the whole conversation, if it gets these details
+            message = "thread is not supported: send the whole conversation"
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise HttpError(400, message, param="thread", details=details)
+        for name in ("compaction", "mcp_servers"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is not supported")
         fields = ChatFields(messages=self._conversation())
         for name in HttpFields.__struct_fields__:
             setattr(fields, name, getattr(self, name))
@@ -215,13 +225,19 @@ class MessagesFields(HttpFields, kw_only=True):
         return fields
 
     def _conversation(self) -> list[dict[str, object]]:
-        """Return OpenAI's messages; neighbours of one role become one message."""
-        system, said = self.system, []
-        for index, message in enumerate(self.messages):
-            with placed(f"messages[{index}]"):
-                said.append((message.role, message.blocks()))
+        """Return OpenAI's messages.
+
+        Neighbours of one role become one message, as templates want roles to alternate. A message of the
+        system that is not the first one is read as the user's, since many templates refuse it.
+        """
+        system = self.system
         text = system if isinstance(system, str) else "\n".join(_texts(system or ()))
-        chat: list[dict[str, object]] = [{"role": "system", "content": text}] if text else []
+        said: list[tuple[str, list[Block]]] = [("system", [TextBlock(text)])] if text else []
+        for index, message in enumerate(self.messages):
+            is_late = message.role == "system" and any(role != "system" for role, _ in said)
+            with placed(f"messages[{index}]"):
+                said.append(("user" if is_late else message.role, message.blocks()))
+        chat: list[dict[str, object]] = []
         for role, group in groupby(said, key=lambda each: each[0]):
             blocks = [block for _, own in group for block in own]
             chat += _answered(blocks) if role == "assistant" else _asked(role, blocks)
@@ -273,7 +289,7 @@ async def count_tokens(call: HttpRequest, service: Service) -> Response:
     options = await chat_options(call, service, fields)
 
     def count() -> int:
-        chat = Call(service.ctx, fields.messages, None, options, chats=True)
+        chat, _ = call_of(service, fields.messages, options, chats=True)
         return len(chat.requests[0].plan(service.model).tokens)
 
     return reply({"input_tokens": await to_thread(count)})

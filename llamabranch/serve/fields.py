@@ -14,11 +14,12 @@ from msgspec import Meta, Struct
 
 from ..engine.completion import Call
 from ..errors import CacheFullError
+from ..model import Message, chat_messages
 from ..request.fields import TextFields
 from ..request.request import TextOptions
 from ..run.job import Job
 from .errors import HttpError
-from .service import Service
+from .service import TOO_LONG, Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -69,15 +70,16 @@ class HttpFields(TextFields, kw_only=True):
     def session(self, headers: Mapping[str, str]) -> dict[str, object]:
         """Return the options that say to which session a request belongs.
 
-        The fields of the body count first, then the headers ``X-Session-Id`` and
-        ``X-Parent-Session-Id``, then what Claude Code sends: headers with the ids of the session and of
-        its agents, or ``metadata.user_id``, which contains the session.
+        The fields of the body count first, then the headers ``X-Session-Id`` (in opencode
+        ``X-Session-Affinity``) and ``X-Parent-Session-Id``, then what Claude Code sends: headers with
+        the ids of the session and of its agents, or ``metadata.user_id``, which contains the session.
         """
         user_id = (self.metadata or {}).get("user_id")
         main = headers.get("x-claude-code-session-id") or _session_in(user_id)
         agent = headers.get("x-claude-code-agent-id")
         above = (headers.get("x-claude-code-parent-agent-id") or main) if agent else None
-        own = self.session_id or headers.get("x-session-id") or agent or main
+        sent = headers.get("x-session-id") or headers.get("x-session-affinity")
+        own = self.session_id or sent or agent or main
         parent = self.parent_session_id or headers.get("x-parent-session-id") or above
         options: dict[str, object] = {"session_id": own, "parent_session_id": parent}
         return options | ({"ttl": 0.0} if self.ephemeral else {})
@@ -97,6 +99,16 @@ def _session_in(user_id: object) -> str | None:
         return msgspec.json.decode(user_id, type=_UserId).session_id
     except (msgspec.DecodeError, RecursionError):
         return user_id.partition("_session_")[2] or None
+
+
+def call_of(
+    service: Service, prompts: object, options: Mapping[str, object], *, chats: bool
+) -> tuple[Call, list[str]]:
+    """Return the call for prompts or a conversation, and the lines that it leaves out."""
+    dropped = list[str]()
+    if chats:
+        prompts, dropped = service.without_lines(chat_messages(cast("list[Message]", prompts)))
+    return Call(service.ctx, prompts, None, options, chats=chats), dropped
 
 
 async def prepared(
@@ -122,19 +134,22 @@ async def prepared(
     engine, chats = service.engine.engine, param == "messages"
 
     def prepare() -> list[Job]:
-        call = Call(service.ctx, prompts, None, options, chats=chats)
+        call, dropped = call_of(service, prompts, options, chats=chats)
         n, most = call.requests[0].n, service.settings.max_choices
         if len(call.requests) * n > most:
             message = f"{len(call.requests)} prompts with {n} texts each; 1 to {most} are allowed"
             one = f"n must be 1 to {most}"
             raise HttpError(400, message if len(call.requests) > 1 else one, param="n")
         reports = bool(reports_tokens)
-        return call.prepare(lambda _, request: engine.prepare(request, reports_tokens=reports))
+        jobs = call.prepare(lambda _, request: engine.prepare(request, reports_tokens=reports))
+        for job in jobs:
+            job.dropped = dropped
+        return jobs
 
     try:
         jobs = await to_thread(prepare)
     except CacheFullError as error:
-        raise HttpError(400, error.message, param=param) from None
+        raise HttpError(400, f"{TOO_LONG}: {error.message}", param=param) from None
     for job in jobs:
         service.check_room(job.prompt, job.max_tokens, param)
     return jobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from time import time
@@ -14,10 +14,13 @@ from ..pictures import visible
 from ..request.openai import Vocabulary, head, named_piece
 from ..run.job import Job
 from ..sampling import SamplingParams
+from ..sampling.grammar import LinePattern
 from .errors import HttpError
 from .settings import ServeSettings
 
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
+_MOST_SEARCHED = 100_000  # characters of a system prompt, a few microseconds each
+TOO_LONG = "prompt is too long"  # agents look for these words, and shorten their conversation then
 _LONG_TEXT = 4096  # characters; tokenizing a longer text would block the event loop
 
 
@@ -48,6 +51,7 @@ class Service:
         self.vocabulary = Vocabulary(partial(named_piece, self.model))
         self.created = int(time())
         self.n_texts = 0
+        self._dropped = [*map(LinePattern, settings.drop_lines)]
         self.name = path_text(settings.alias or self.model.name)
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
@@ -66,6 +70,24 @@ class Service:
         template, today = self.model.chat_template or "", date.today()
         return {name: today.strftime(form) for name, form in _DATES.items() if name in template}
 
+    def without_lines(
+        self, messages: Sequence[Mapping[str, object]]
+    ) -> tuple[list[Mapping[str, object]], list[str]]:
+        """Return messages without the lines that ``drop_lines`` names, and these lines."""
+        kept, dropped = list[Mapping[str, object]](), list[str]()
+        for message in messages:
+            content = message["content"]
+            if self._dropped and message["role"] in ("system", "developer") and content:
+                lines = str(content)[:_MOST_SEARCHED].splitlines(keepends=True)
+                left = list[str]()
+                for line in lines:
+                    is_out = any(each.matches(line.rstrip("\r\n")) for each in self._dropped)
+                    (dropped if is_out else left).append(line)
+                text = "".join([*left, str(content)[_MOST_SEARCHED:]])
+                message = {**message, "content": text}
+            kept.append(message)
+        return kept, [line.strip() for line in dropped]
+
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
@@ -81,9 +103,7 @@ class Service:
         """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
         n, n_ctx = len(prompt), self.n_ctx
         if n + (max_tokens != 0) > n_ctx:
-            text = (
-                f"the prompt has {n} tokens, the context has room for {n_ctx}, the answer included"
-            )
+            text = f"{TOO_LONG}: it has {n} tokens, the context has room for {n_ctx}, the answer included"
             raise HttpError(400, text, param=param)
 
     def next_request(self, prompt: Sequence[int], top: int) -> Request:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-from ..arguments import whole
+from ..arguments import placed, whole
 from ..errors import ConfigError
 from ..sampling import SamplingParams
+from ..sampling.grammar import LinePattern
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,12 @@ class ServeSettings:
         log_requests: log a line for each request that was read: what it cost, and why.
         max_tokens: the limit for requests that set none; None = until the context is full.
         sampling: defaults for settings that a request leaves out.
+        drop_lines: regular expressions; lines of system prompts in which one is found are left out, so
+            that a line that changes with each request does not change the prompt. They are searched in
+            the first 100,000 characters; ``^`` and ``$`` are allowed at their ends.
 
     Raises:
+        GrammarError: an expression is invalid, or matches an empty line.
         ConfigError: a value is out of range, or others can reach the address and there is no key.
     """
 
@@ -51,6 +56,7 @@ class ServeSettings:
     log_requests: bool = True
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    drop_lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -62,6 +68,9 @@ class ServeSettings:
             value = getattr(self, name)
             if not value >= 0:
                 raise ConfigError(f"{name} must be at least 0 seconds, not {value!r}")
+        for source in self.drop_lines:
+            with placed("drop_lines"):
+                LinePattern(source)
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key must be ASCII text that is not empty")
         if not self.api_keys and not is_loopback(self.host):

@@ -10,7 +10,7 @@ import pytest
 from conftest import audit
 
 import llamabranch as lb
-from llamabranch import Context, Engine, Request
+from llamabranch import Branch, Context, Engine, Request
 from llamabranch.context import sessions
 from llamabranch.context.prefix_cache import PrefixCache
 from llamabranch.context.sessions import Sessions
@@ -28,7 +28,7 @@ def text(first: int, n: int) -> list[int]:
     return [first, *(2 + (first * 7 + i * i) % 200 for i in range(n - 1))]
 
 
-def read(ctx: Context, tokens: list[int], session: str | None = None, **options: Any) -> lb.Result:
+def read(ctx: Context, tokens: list[int], session: str | None = None, **options: Any) -> Any:
     return ctx.complete(tokens, max_tokens=0, session_id=session, **options)
 
 
@@ -94,7 +94,7 @@ def test_a_child_never_evicts_its_parents_path(ctx: Context) -> None:
     begun = [*parent[:200], *text(11, 100)]
     assert read(ctx, begun, "child", parent_session_id="main").cached == 200
     # It does not fit beside its parent: it ends, and the parent's path is still there.
-    result = ctx.complete(text(12, 150), max_tokens=200, **child)
+    result = ctx.complete(text(12, 150), max_tokens=200, min_tokens=200, **child)
     assert (result.finish_reason, len(result.tokens) > 0) == ("capacity", True)
     with pytest.raises(lb.CacheFullError):
         ctx.complete(text(13, 300), max_tokens=1, **child)
@@ -104,7 +104,7 @@ def test_a_child_never_evicts_its_parents_path(ctx: Context) -> None:
     assert kept(ctx)[10] >= 299
     assert read(ctx, parent, "main").evaluated == 1
     # Others may, when no child runs.
-    assert ctx.complete(text(15, 400), max_tokens=1).finish_reason == "length"
+    assert ctx.complete(text(15, 400), max_tokens=1).error is None
     assert read(ctx, parent, "main").evaluated > 1
 
 
@@ -113,9 +113,8 @@ def test_nobody_evicts_a_path_while_a_child_runs(ctx: Context) -> None:
     parent = text(10, 200)
     read(ctx, parent, "main")
     with Engine(ctx, drafter=None) as engine:
-        engine.add_request(
-            Request([*parent, 5, 6], "child", 60, session_id="child", parent_session_id="main")
-        )
+        names: Any = {"session_id": "child", "parent_session_id": "main"}
+        engine.add_request(Request([*parent, 5, 6], "child", 60, min_tokens=60, **names))
         engine.step()
         engine.add_request(Request(text(20, 320), "big", 2))
         results = {}
@@ -126,12 +125,12 @@ def test_nobody_evicts_a_path_while_a_child_runs(ctx: Context) -> None:
                     if event.id == "child":
                         assert "big" not in results
                         assert kept(ctx)[10] >= 200
-    assert results["big"].finish_reason == "length" and results["child"].cached == 200
+    assert results["big"].error is None and results["child"].cached == 200
 
 
 def test_sessions_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, now = Sessions(), 100.0
-    monkeypatch.setattr(sessions, "monotonic", lambda: now)
+    known, clock = Sessions(), [100.0]
+    monkeypatch.setattr(sessions, "monotonic", lambda: clock[0])
     main = known.of("main", None, 10)
     child = known.of("child", "main", 0)
     assert known.of("child", None, 5) is child and child.parent is main
@@ -139,15 +138,27 @@ def test_sessions_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
     assert known.of("main", "main", 10).parent is None
     text = object.__new__(Context)  # anything that can be referred to
     main.begin(text)
-    now = 200.0
+    clock[0] = 200.0
     assert not main.has_ended and known.running() == [main] and child.has_ended
     main.end(text)
     main.end(text)
     assert not main.has_ended and known.running() == []
-    now = 210.0
-    assert main.has_ended
-    now = 150.0  # the clock was set back
-    assert not main.has_ended
+    for clock[0], has_ended in ((210.0, True), (150.0, False)):  # the clock was set back
+        assert main.has_ended == has_ended
     del child
     gc.collect()
     assert known.of("child", None, 5).parent is None
+
+
+def test_texts_that_several_sessions_have_are_evicted(ctx: Context) -> None:
+    """Their cells belong to none of them alone."""
+    prefixes = ctx.prefix_cache
+    assert prefixes is not None
+    with Branch.start(ctx, text(10, 300)) as branch, ctx.lock:
+        for name in "abc":
+            prefixes.put(branch.seq_id, branch.tokens, prefixes.sessions.of(name, None, 600))
+    assert len(prefixes) == 3
+    evict(ctx, 200)
+    assert kept(ctx) == {10: 100}
+    assert read(ctx, text(20, 450), "d").error is None
+    assert kept(ctx)[20] == 450

@@ -103,7 +103,7 @@ def test_a_request_opens_with_keys_and_shows_what_differs(
         page.keyboard.press("Enter")
         detail = page.locator("[data-number='5'] .detail")
         assert detail.locator("mark").all_inner_texts() == ["65abc", "fa690"]
-        assert "the system prompt, line 1" in detail.inner_text()
+        assert "in the system prompt, line 1" in detail.inner_text()
         assert row(page, 5).get_attribute("aria-expanded") == "true"
         day[-1].finish_reason = "stop"  # what is opened and has the focus stays so
         told(page, "#status", f"Request {day[-1].number}")

@@ -12,7 +12,7 @@ from paging import Paged
 
 GET = [
     "/loom/doc", "/loom/tokens?node=n1", "/loom/find?q=a", "/loom/events", "/loom/export",
-    "/v1/models", "/health", "/loom/nothing",
+    "/v1/models", "/health", "/loom/nothing", "/requests",
     "/app/nothing.js", "/app/../document.py", "/app/%2e%2e/document.py", "/favicon.ico",
 ]  # fmt: skip
 POST = ["/loom/do", "/loom/import", "/v1/completions"]
@@ -114,8 +114,10 @@ def test_a_session_begins_where_its_page_is(page: Paged) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/app/main.js", "/loom/doc", "/v1/models", "/loom/nothing", "/v1/nothing"]
-)
+    "path",
+    ["/", "/view", "/app/main.js", "/app/view.js", "/requests", "/loom/doc", "/v1/models",
+     "/loom/nothing", "/v1/nothing"],
+)  # fmt: skip
 def test_every_answer_has_the_policy(page: Paged, key: str, path: str) -> None:
     answer = ask(page, path, Authorization=key)
     policy = answer.getheader("content-security-policy")

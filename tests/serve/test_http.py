@@ -263,6 +263,21 @@ def test_full_queue_is_refused_with_a_time_to_come_back() -> None:
         wait_until(lambda: is_idle(server))
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_while_its_prompt_is_read(
+    server: Serving, api: Any, path: str, stream: bool
+) -> None:
+    text = f"{path} {stream} " + "word " * 600
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 300, "ignore_eos": True}
+    body = json.dumps({**asked, "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
+        connection.sendall(head(path, len(body)) + body)
+        wait_until(lambda: server.ctx.n_seq_free < server.ctx.n_seq_max)
+    wait_until(lambda: is_idle(server))
+    post(api, prompt="The wolf", max_tokens=2)
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -330,10 +345,19 @@ def test_second_signal_ends_streams_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(lb.errors.CapacityError("full"), 503), (ValueError(), 500)]
+    ("error", "code", "kind"),
+    [
+        (lb.errors.CapacityError("full"), 503, "overloaded_error"),
+        (ValueError(), 500, "api_error"),
+    ],
 )
 def test_stream_that_fails_ends_with_the_error(
-    server: Serving, api: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+    server: Serving,
+    api: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: int,
+    kind: str,
 ) -> None:
     steps = server.engine.steps
 
@@ -346,6 +370,11 @@ def test_stream_that_fails_ends_with_the_error(
     with api.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
         *_, end = (line for line in answer.iter_lines() if line)
     assert json.loads(end[6:])["error"]["code"] == code
+    asked = {"messages": [HELLO], "max_tokens": 9, "stream": True}
+    with api.stream("POST", "/v1/messages", json=asked) as answer:
+        *_, name, end = (line for line in answer.iter_lines() if line)
+    assert name == "event: error"
+    assert (json.loads(end[6:])["type"], json.loads(end[6:])["error"]["type"]) == ("error", kind)
 
 
 @pytest.mark.parametrize(

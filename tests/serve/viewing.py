@@ -9,6 +9,7 @@ from llamabranch.request.record import Cause, Record
 HEADER = (
     "x-anthropic-billing-header: cc_version=2.1.42; cch={}; mode=agent\nYou are a coding agent."
 )
+PLACE = "in the system prompt, line 1"
 BEFORE, AFTER = HEADER.format("65abc"), HEADER.format("fa690")
 
 
@@ -53,16 +54,18 @@ class Day:
 
 
 def fresh(n: int, start: int) -> Cause:
-    return Cause("new", n, f"{n:,} new tokens after the last turn", start)
+    return Cause("new", n, f"{n:,} new tokens after token {start:,}", start)
 
 
 def changed(n: int, of: int, number: int, before: str = BEFORE, after: str = AFTER) -> Cause:
-    told = f"read again from token {of - n:,} of {of:,}: `cch=65abc` became `cch=fa690`"
-    return Cause("changed", n, told, of - n, number, "the system prompt, line 1", before, after)
+    told = f"read again from token {of - n:,} of {of:,}: `cch=65abc` became `cch=fa690`, {PLACE}"
+    return Cause(
+        "changed", n, f"{told}; {n:,} tokens, 36.3 s", of - n, number, PLACE, before, after
+    )
 
 
 def first(n: int) -> Cause:
-    return Cause("first", n, "the first request of its kind")
+    return Cause("first", n, f"{n:,} tokens that begin like nothing before")
 
 
 def made_up(time: float) -> list[Record]:
@@ -70,7 +73,7 @@ def made_up(time: float) -> list[Record]:
     day = Day(time)
     day.ask("main", first(11_204), generated=210)
     day.go_on("main", 4)
-    hint = "--drop-line '^x-anthropic-billing-header' would leave out the line that changes"
+    hint = "--drop-line '^x\\-anthropic\\-billing\\-header:' leaves this line out"
     before = day.records[-1]
     again, n_new = (
         changed(before.num_prompt_tokens - 58, before.num_prompt_tokens, before.number),
@@ -84,8 +87,8 @@ def made_up(time: float) -> list[Record]:
     day.go_on("main", 1, new=1_480)
     last = day.records[-1]
     told = (
-        "were kept until 14:02, thrown out for session review (12,000 cells were needed); "
-        "-c 65536 would have been enough"
+        "6,120 tokens read again: they were kept until 14:02:37, thrown out for session review "
+        "(7,940 cells were needed); -c 49152 would have been enough, 16.1 s"
     )
     day.ask(
         "main",
@@ -94,24 +97,30 @@ def made_up(time: float) -> list[Record]:
         cached=9_800,
     )
     day.ask("review", first(7_940), parent="", generated=420, ended="end_turn")
-    rewritten = "the template leaves out earlier thoughts: 1,204 tokens from token 8,360 on"
+    rewritten = "the template leaves out earlier thoughts: 1,204 tokens from token 8,360 on, 3.2 s"
     was, now = "<think>\nThe list may be empty, so I", "The function returns None when"
     cause = Cause("rewritten", 1_204, rewritten, 8_360, 21, "message 3, line 1", was, now)
     day.ask("review", cause, fresh(311, 9_000), cached=7_940)
     day.go_on("review", 2)
-    told = "the answer's 41 generated tokens and its text tokenized again part at ` unrelia|ble`"
+    told = (
+        "41 tokens read again from token 9,720: the text of the last answer is split into other "
+        "tokens than it was generated in, 0.1 s"
+    )
     cause = Cause("retokenized", 41, told, 9_720, 23, "", "unrelia ble", "un reliable")
     day.ask("review", cause, fresh(66, 9_761), cached=9_720)
     told, dropped = "2,950 tokens that begin like nothing before", "x-anthropic-billing: cch=77e01"
     day.ask("main", Cause("first", 2_950, told), cached=9_100, dropped=(dropped,))
     day.go_on("main", 3)
-    memory = "the model's memory cannot return to token 4,100, only to its checkpoint at 3,584"
+    memory = (
+        "516 tokens read again: the memory of this model cannot return to token 4,100, only to "
+        "token 3,584, 1.4 s"
+    )
     for i, cause in enumerate(
         [first(3_900), fresh(212, 3_900), Cause("memory", 516, memory, 3_584, 28)]
     ):
         day.ask("", cause, cached=(0, 3_900, 3_584)[i], door="python", chain="script", ended="stop")
-    scored = "the log-probabilities of 96 tokens were asked for"
     for n in (96, 104, 88):
+        scored = f"{n} tokens read again, because their log-probabilities are asked for, 0.3 s"
         day.ask("", Cause("scored", n, scored), generated=0, door="completions", ended="length")
     day.go_on("explore", 2, new=240, parent="main")
     day.ask("main", fresh(96, 14_400), cached=14_400, generated=12, ended="")

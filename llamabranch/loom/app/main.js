@@ -444,6 +444,7 @@ function drawState() {
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
   $("actions").lastChild.hidden = !["generating", "reading-again"].includes(state);
+  $("view").hidden = exported();
   $("undo").disabled = !doc.undo || exported();
   $("redo").disabled = !doc.redo || exported();
   const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;

@@ -178,3 +178,28 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _refusal(self._matcher.get_error())
+
+
+class LinePattern:
+    """A regular expression that is searched in single lines, in linear time.
+
+    ``^`` and ``$`` are allowed at its ends. Any thread may use it.
+
+    Raises:
+        GrammarError: the expression is invalid, or it matches an empty line.
+    """
+
+    def __init__(self, source: str) -> None:
+        from llguidance import LLMatcher, LLTokenizer
+
+        head, tail = ("" if source[:1] == "^" else ".*"), ("" if source[-1:] == "$" else ".*")
+        grammar = compiled("regex", f"{head}(?:{source.removeprefix('^').removesuffix('$')}){tail}")
+        self._matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        if self.matches(""):
+            raise GrammarError(f"{source!r} matches lines without a text")
+
+    def matches(self, line: str) -> bool:
+        """Return whether it is found in a line."""
+        matcher, given = self._matcher.deep_copy(), line.encode("utf-8", "replace")
+        n = matcher.try_consume_tokens(list(given))
+        return n == len(given) and matcher.is_accepting()

@@ -94,9 +94,9 @@ function drawBranch(/** @type {Branch} */ { key, session, door, requests: own, b
     set(box, { "--level": Math.min(level, 3) });
     fill(box, h("h2", { title }, h("b", {}, title), " ", h("small", {}, facts)), box.list);
   });
-  /** @type {[number, any][]} */
-  const parts = [...own.map((each) => [each.number, drawRequest(each)]), ...branches.map((each) => [each.first, drawBranch(each, level + 1)])];
-  place(item.list, parts.sort((a, b) => a[0] - b[0]).map(([, part]) => part));
+  const parts = [...own.map((each) => ({ at: each.number, part: drawRequest(each) })),
+    ...branches.map((each) => ({ at: each.first, part: drawBranch(each, level + 1) }))];
+  place(item.list, parts.sort((a, b) => a.at - b.at).map(({ part }) => part));
   return item;
 }
 
@@ -115,9 +115,8 @@ function drawRequest(/** @type {Request} */ request) {
     fill(row.button,
       h("time", { title: new Date(1000 * time).toLocaleString("en-GB") }, clock(time)),
       h("span", { class: "bar", "aria-hidden": "true" }, part("cached", cached), part("again", old),
-        part("new", evaluated - old), part("waits", runs ? asked - cached - evaluated : 0), part("generated", generated)),
-      h("span", { class: "numbers" }, h("b", {}, count(asked)), runs && !evaluated && !cached ? " tokens"
-        : ` = ${count(cached)} cached + ${count(evaluated)} read`),
+        part("new", evaluated - old), part("generated", generated)),
+      h("span", { class: "numbers" }, h("b", {}, count(asked)), ` = ${count(cached)} cached + ${count(evaluated)} read`),
       h("span", { class: "seconds" }, runs ? "running" : `${seconds(request.read_s)} + ${seconds(request.write_s)}`),
       h("span", { class: "why" }, main[0] && isAgain(main[0]) && h("b", {}, main[0].kind, " "), told(main[0]?.told ?? ""),
         more > 0 && ` (and ${plural(more, "more cause")})`, hint && h("span", { class: "hint" }, " ", told(hint))));
@@ -125,14 +124,27 @@ function drawRequest(/** @type {Request} */ request) {
   });
 }
 
-/** Two texts with the part that differs marked. @param {string} before @param {string} after */
+const SAME = 12; // characters after which two texts go on alike
+
+/** Two texts, parts of longer ones, with what differs between their beginnings and the next equal characters marked.
+ * @param {string} before @param {string} after */
 function marked(before, after) {
-  const texts = [[...before], [...after]], [a, b] = texts, least = Math.min(a.length, b.length);
-  let start = 0, end = 0;
-  while (start < least && a[start] === b[start]) start += 1;
-  while (end < least - start && a.at(-1 - end) === b.at(-1 - end)) end += 1;
-  return texts.map((text) => {
-    const [left, differs, right] = [text.slice(0, start), text.slice(start, text.length - end), text.slice(text.length - end)]
+  const [a, b] = [[...before], [...after]];
+  let start = 0;
+  while (start < a.length && a[start] === b[start]) start += 1;
+  const isAlike = (/** @type {number} */ i, /** @type {number} */ j) => {
+    const n = Math.min(SAME, a.length - i, b.length - j);
+    return n > 3 && a.slice(i, i + n).join("") === b.slice(j, j + n).join("");
+  };
+  const nearest = () => {
+    for (let d = 0; d <= a.length + b.length - 2 * start; d += 1) {
+      for (let i = start; i <= start + d; i += 1) if (isAlike(i, 2 * start + d - i)) return [i, 2 * start + d - i];
+    }
+    return [a.length, b.length];
+  };
+  const ends = nearest();
+  return [a, b].map((text, which) => {
+    const [left, differs, right] = [text.slice(0, start), text.slice(start, ends[which]), text.slice(ends[which])]
       .map((part) => visible(part.join("")));
     const shown = (differs.trim() ? differs : differs.replace(/ /g, "·")).replace(/\n/g, "⏎\n");
     return h("pre", {}, left, h("mark", {}, shown), right);
@@ -141,18 +153,18 @@ function marked(before, after) {
 
 /** All that is known about a request. @param {Request} request */
 function detail(request) {
-  const { causes = [], dropped = [], compared = causes.find((each) => each.before || each.after) } = /** @type {any} */ (request);
+  const { causes = [], dropped = [] } = request;
   const go = (/** @type {number | undefined} */ number) => number == null ? null : !requests.has(number) ? `request ${number}`
     : h("button", { type: "button", class: "go", onclick: () => focus(elements.get(number).button) }, `request ${number}`);
   const facts = {
     request: `${request.number}, ${request.door}, ${request.id}`, session: request.session, parent: request.parent,
     follows: go(request.follows), waited: (request.queued_s ?? 0) >= 0.05 && seconds(request.queued_s),
     generated: plural(request.generated ?? 0, "token"), ended: request.finish_reason || "it runs",
-    "left out": dropped.length ? dropped.map((/** @type {string} */ line) => h("code", {}, visible(line))) : null,
+    "left out": dropped.length ? dropped.map((line) => h("code", {}, visible(line))) : null,
     hint: request.hint && told(request.hint),
   };
   return h("div", { class: "detail" },
-    causes.map((/** @type {Cause} */ cause) => {
+    causes.map((cause) => {
       const [was, is] = marked(cause.before ?? "", cause.after ?? "");
       return h("section", { class: isAgain(cause) ? "again" : "fresh" },
         h("p", {}, h("b", {}, cause.kind), " ", told(cause.told)),
@@ -207,7 +219,7 @@ function open(/** @type {any} */ row, is = !row.detail) {
   attribute(row.button, "aria-expanded", String(is));
 }
 
-$("tree").addEventListener("focusin", ({ target }) => target.parentElement.button === target && focus(target));
+$("tree").addEventListener("focusin", (/** @type {any} */ { target }) => target.parentElement.button === target && focus(target));
 $("tree").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
   const row = /** @type {any} */ (event.target).closest(".request"), all = buttons(), at = all.indexOf(row?.button);
   const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: all.length - 1 }[event.key];

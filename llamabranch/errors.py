@@ -219,6 +219,10 @@ class PerformanceWarning(LlamaBranchWarning):
     """Decoding is much slower than possible."""
 
 
+class CacheFolderWarning(LlamaBranchWarning):
+    """The folder of ``cache_dir`` cannot be written any more, for example because the disk is full."""
+
+
 class GrammarWarning(LlamaBranchWarning):
     """The arguments of a tool are not constrained, since its schema is not supported."""
 

@@ -7,6 +7,7 @@ position can be put back, and only the tokens after it are decoded again. Forks 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -71,6 +72,17 @@ class Checkpoints:
     def add(self, seq_id: int, point: Checkpoint) -> None:
         """Add a sequence's newest checkpoint. If there is no room, this or another one is dropped."""
         self._of.setdefault(seq_id, []).append(point)
+        self.thin()
+
+    def of(self, seq_id: int) -> list[Checkpoint]:
+        """Return a sequence's checkpoints, in order."""
+        return [*self._of.get(seq_id, ())]
+
+    def merge(self, seq_id: int, points: Iterable[Checkpoint]) -> None:
+        """Add checkpoints of a sequence at any positions, as ``add`` does."""
+        merged = {point.n_tokens: point for point in (*points, *self.of(seq_id))}
+        if merged:
+            self._of[seq_id] = sorted(merged.values(), key=_position)
         self.thin()
 
     def share(self, source: int, target: int) -> None:

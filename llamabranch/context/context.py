@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,6 +35,7 @@ from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams
 from .prefix_cache import PrefixCache
 from .runner import decode_run
 from .sequence_ids import SequenceIds
+from .store import PrefixStore, open_folder
 
 Logits = npt.NDArray[np.float32]
 
@@ -70,6 +73,7 @@ class Context:
         given = ContextParams(**options) if params is None else replace(params, **options)
         # The decoder turns tokens into rows of logits. The K/V cache records which sequence holds
         # which cells, and what can be done with them. Both are for branches, not for users.
+        folder = None if given.cache_dir is None else open_folder(given.cache_dir)
         resolved, self.capabilities, self.decoder = open_native(model, given, target)
         self.kv_cache = self.decoder.memory
         handle, native = self.decoder.handle, resolved.native()
@@ -94,7 +98,14 @@ class Context:
         self._head: Context | None = None
         self.prefix_cache = None
         if resolved.prefix_cache:
-            self.prefix_cache = PrefixCache(self.kv_cache, self.sequences)
+            try:
+                store = None if folder is None else PrefixStore(folder, resolved.cache_size, self)
+            except BaseException:
+                self.decoder.close()
+                raise
+            self.prefix_cache = PrefixCache(self.kv_cache, self.sequences, store)
+            if store is not None:
+                _close_at_exit(self)
         self._last_rows: list[LogitsRow] = []
         self._last_end = 0  # the position after the last of these rows
         self.release_threads()
@@ -110,7 +121,11 @@ class Context:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
         self.decoder.handle.close_children()  # heads, which have locks of their own
         with self.lock:
-            self.decoder.close()
+            try:
+                if self.prefix_cache is not None and not self.closed:
+                    self.prefix_cache.close()
+            finally:
+                self.decoder.close()
         if self._owns_model:
             if not self.model.closed:
                 self.model.handle.name = "context"  # what was closed, for ClosedError
@@ -470,3 +485,15 @@ def text_context(name: str, value: object) -> Context:
             hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
         )
     return context
+
+
+def _close_at_exit(context: Context) -> None:
+    """Close a context at the end of the program, before llama.cpp's, so that its texts are written."""
+    reference = weakref.ref(context)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)

@@ -119,6 +119,7 @@ class Memory:
         compact: a function that writes all sequences again, in order, without holes; False if
             impossible.
         order: the `CellOrder`, which keeps the cells in order if ``keeps_order``.
+        tokens_per_s: how fast the last long batch was decoded; 0 = none was yet.
         disorders: how often cells came out of order so far.
         can_draft: the end of a sequence can be dropped, so drafts are verified in place.
         forks_copy: a fork copies K/V; otherwise it costs nothing.
@@ -151,6 +152,7 @@ class Memory:
         keeps_order = keeps_order and n_seq_max < max_sequences()
         self.order = CellOrder(handle, self.cells, max_sequences() - 1 if keeps_order else -1)
         self.disorders = 0
+        self.tokens_per_s = 0.0
         self.handle = handle
 
     # -- writing -----------------------------------------------------------------------------------
@@ -388,6 +390,7 @@ class Memory:
     def can_move(self) -> bool:
         """True if all cells can be copied out and back, bit for bit, so that their order is kept."""
         is_known = self.state_layout is not None and self.state_layout.is_cells_only
+        is_known = is_known and not self.forks_copy
         return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted

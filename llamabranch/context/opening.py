@@ -94,6 +94,8 @@ def open_native(
         in it; the context is empty.
     """
     if target is not None:
+        if requested.cache_dir is not None:
+            raise UnsupportedError("a head has no cache_dir: it computes its K/V from the target's")
         requested = _head_params(model, target, requested)
     else:
         _check_generates(model)

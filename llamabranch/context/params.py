@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import TypedDict
 
 from ..arguments import choice, real, whole
@@ -60,6 +61,8 @@ class ContextOptions(TypedDict, total=False):
     kv_unified: bool | str
     prefix_cache: bool | None
     checkpoint_ram: int
+    cache_dir: str | PathLike[str] | None
+    cache_size: int
     n_rs_seq: int | str
     rope_scaling: str | None
     rope_freq_base: float
@@ -111,6 +114,12 @@ class ContextParams:
             end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
             position. Rewinds and the prefix cache return to the last checkpoint before the position they
             need, and decode the tokens after it. 0 = no checkpoints; the whole text is decoded again.
+        cache_dir: a folder for the K/V of texts of at least 512 tokens: those that the prefix cache
+            evicts, and all others when the context is closed. A prompt that begins like one of them is
+            read back from there if that takes less time, after a restart too. Several contexts and
+            processes may use one folder; a file is used only where the K/V would be the same. It turns
+            the prefix cache on.
+        cache_size: the most bytes of the files; the least recently used are deleted (8 GiB).
         n_rs_seq: how many states of the last tokens of each sequence llama.cpp keeps, if the memory is
             recurrent or hybrid and the model's architecture supports it. Drafts of up to this many
             tokens are verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these
@@ -137,6 +146,8 @@ class ContextParams:
     kv_unified: bool | str = True
     prefix_cache: bool | None = None
     checkpoint_ram: int = 512 << 20
+    cache_dir: str | PathLike[str] | None = None
+    cache_size: int = 8 << 30
     n_rs_seq: int | str = "auto"
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
@@ -157,6 +168,10 @@ class ContextParams:
             raise ConfigError(f"exact must be True or False, not {self.exact!r}")
         for name in ("exact", "swa_full", "offload_kqv"):
             object.__setattr__(self, name, bool(getattr(self, name)))
+        if self.cache_dir is not None:
+            if self.prefix_cache is False:
+                raise ConfigError("cache_dir needs the prefix cache: leave prefix_cache=False out")
+            object.__setattr__(self, "prefix_cache", True)
         if self.prefix_cache is not None:
             object.__setattr__(self, "prefix_cache", bool(self.prefix_cache))
         for name in ("flash_attention", "kv_unified"):
@@ -287,5 +302,11 @@ _RANGES = {
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
     "checkpoint_ram": (0, 2**62),
+    "cache_size": (0, 2**62),
 }
-_REQUIRED = ("n_batch", "checkpoint_ram", "yarn_orig_ctx")  # None is not a valid value for these
+_REQUIRED = (
+    "n_batch",
+    "checkpoint_ram",
+    "cache_size",
+    "yarn_orig_ctx",
+)  # None is not a valid value for these

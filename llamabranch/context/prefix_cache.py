@@ -27,6 +27,7 @@ from ..native.interrupts import uninterrupted
 from .memory import END, Memory
 from .sequence_ids import SequenceIds
 from .sessions import Session, Sessions
+from .store import PrefixStore
 
 MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 _MOST_SHARED = 8  # a text that was shared more often is not kept longer
@@ -85,6 +86,7 @@ class PrefixCache:
         memory: has the cells.
         sequences: the sequences of the context. Cached texts use some of them if the memory has no other
             ids.
+        store: keeps evicted texts in a folder; None = they are lost.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
@@ -98,8 +100,10 @@ class PrefixCache:
     begin with all of it, or with its tokens up to one of its checkpoints.
     """
 
-    def __init__(self, memory: Memory, sequences: SequenceIds) -> None:
-        self._memory = memory
+    def __init__(
+        self, memory: Memory, sequences: SequenceIds, store: PrefixStore | None = None
+    ) -> None:
+        self._memory, self._store = memory, store
         self._sequences = sequences
         if len(memory.spare_seq_ids) < _FEWEST_IDS:
             memory.spare_seq_ids = range(0)
@@ -110,6 +114,7 @@ class PrefixCache:
         self.n_evicted = 0
         self.sessions = Sessions()
         self.asker: Session | None = None
+        self._shared: CachedPrefix | None = None
         self.note_evicted: Callable[[CachedPrefix, int], None] = lambda _text, _left: None
         self._age = 0.0
         memory.evict, memory.protected = self.evict, self._protected
@@ -126,16 +131,25 @@ class PrefixCache:
     def n_common(self, tokens: Sequence[int]) -> int:
         """Return how many of ``tokens``, from the first one, could be shared. Any thread may ask."""
         with self._memory.handle.lock:
-            return self._find(tokens)[0]
+            n, _ = self._find(tokens)
+            return n if self._store is None else self._store.n_common(tokens, n)
 
     @uninterrupted
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:
         """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
         n, text = self._find(tokens)
+        stored = None
+        if self._store is not None:
+            self._shared = text  # room is made from other texts
+            try:
+                stored = self._store.read(tokens, n)
+            finally:
+                self._shared = None
         n = 0 if text is None else self._memory.fork(text.seq_id, seq_id, n)
-        if text is None or not n:
-            return 0
-        self._note_hit(text, n)
+        if text is not None and n:
+            self._note_hit(text, n)
+        if self._store is not None and stored is not None:
+            n = self._store.place(stored, seq_id)
         return n
 
     @uninterrupted
@@ -150,7 +164,7 @@ class PrefixCache:
             The sequence; None if ``take`` has to copy, or if there is nothing to take.
         """
         n, text = self._find(tokens)
-        if text is None or text.seq_id in self._protected():
+        if text is None or text.seq_id in self._protected() or self.n_common(tokens) > n:
             return None
         self._kept.move_to_end(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
@@ -159,6 +173,7 @@ class PrefixCache:
             return None
         self._memory.prefix_seq_ids.discard(text.seq_id)
         if n_lost:
+            self._note_evicted(text, n)
             self._memory.cut(text.seq_id, n)
         self._note_hit(text, n)
         del self._kept[text]
@@ -242,12 +257,23 @@ class PrefixCache:
         """
         freed, is_over = 0, False
         while freed < n_cells and not is_over:
-            is_over = True  # unless a text was freed that another one is a part of
-            for text in self._in_order():
-                if freed < n_cells and (n := self._shorten(text, n_cells - freed)):
+            is_over, texts = True, self._in_order()
+            for text in texts:
+                if freed >= n_cells:
+                    break
+                n = self._shorten(text, n_cells - freed)
+                if n or self._is_in(text, texts):  # another text may now have cells alone
                     freed, is_over = freed + n, False
         self.n_evicted += freed
         return freed
+
+    def _is_in(self, text: CachedPrefix, texts: Iterable[CachedPrefix]) -> bool:
+        """Drop a text that another session's text has too, so that each waits for the other one."""
+        others = (other for other in texts if other is not text and other in self._kept)
+        is_in = text in self._kept and longest_prefix(others, text.tokens)[0] == len(text.tokens)
+        if is_in:
+            self._drop(text)
+        return is_in
 
     def _shorten(self, text: CachedPrefix, n_cells: int) -> int:
         """Free up to ``n_cells`` cells that only this text uses, from its end; return how many."""
@@ -270,6 +296,8 @@ class PrefixCache:
         if text.session is None:
             self._age = max(self._age, text.worth)
         self.note_evicted(text, n_left)
+        if self._store is not None:
+            self._store.save(text.seq_id, text.tokens)
 
     def _in_order(self) -> list[CachedPrefix]:
         """Return the texts that may be evicted, the first one first."""
@@ -294,7 +322,8 @@ class PrefixCache:
             session for below in running for session in below.ancestors() if session is not below
         }
         kept = ([text for text in self._kept if text.session is session] for session in above)
-        return {max(texts, key=lambda text: len(text.tokens)).seq_id for texts in kept if texts}
+        longest = [max(texts, key=lambda text: len(text.tokens)) for texts in kept if texts]
+        return {text.seq_id for text in (*longest, self._shared) if text is not None}
 
     @uninterrupted
     def evict_text(self) -> bool:
@@ -312,6 +341,11 @@ class PrefixCache:
         """Drop everything."""
         for text in self.texts():
             self._drop(text)
+
+    def close(self) -> None:
+        """Write what is kept to the store, if there is one; the context closes next."""
+        if self._store is not None:
+            self._store.close([(text.seq_id, text.tokens) for text in self._kept])
 
     def _drop(self, text: CachedPrefix) -> None:
         del self._kept[text]

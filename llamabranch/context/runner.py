@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | No
 # A token; its position; the sequence; whether its row is needed.
 Entry = tuple[int, int, int, bool]
 
+_LONG = 64  # tokens of a decode that shows how fast prompts are read
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
 _INTERRUPTED = 2
@@ -125,12 +127,15 @@ class Runner:
                 for row in all_rows:
                     row.detach()
                 expiring = self._protect_rows(n_rows, replaced)
+                began = perf_counter()
                 code = submit() if watch is None else watch.decode(n, submit)
                 while code == _FULL and reclaims and memory.reclaim(n):
                     expiring = self._protect_rows(n_rows, replaced)
                     code = submit()
                 if code:
                     break
+                if n >= _LONG:
+                    memory.tokens_per_s = n / (perf_counter() - began)
                 clock = memory.cells.clock
                 record()
                 if memory.hidden is not None:

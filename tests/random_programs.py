@@ -212,9 +212,14 @@ class User:
     def options(self) -> dict[str, Any]:
         """Return options by which a request uses the context."""
         kind, use = self.random.randrange(4), self.use()
+        name = f"{'parent_' * self.random.randrange(2)}session_id"
+        options: dict[str, Any] = {"ttl": self.random.choice([0, 600])}
+        options |= {"session_id": self.random.choice("abc"), name: self.random.choice("abc")}
         if kind == 0:
-            return {"constraint": lambda text: use() is None}
-        return {"on_prompt_progress": lambda progress: use()} if kind == 1 else {}
+            options["constraint"] = lambda text: use() is None
+        elif kind == 1:
+            options["on_prompt_progress"] = lambda progress: use()
+        return options
 
     def request(self) -> Request:
         """Return a request; some have a prompt that never fits."""

@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
     "agent": "Do a task with a model that may call the functions of a Python file.",
     "open": "Branch and see texts in the browser.",
-    "serve": "Serve a model over HTTP: OpenAI's API and scores of texts.",
+    "serve": "Serve a model over HTTP: OpenAI's and Anthropic's API, and scores of texts.",
     "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
     "bench": "Measure reading and generating with the settings that exist here.",
     "models": "List the known models, download one, or show what a file is.",

@@ -1,4 +1,4 @@
-"""``llamabranch serve``: an OpenAI-compatible HTTP server."""
+"""``llamabranch serve``: an HTTP server with OpenAI's and Anthropic's API."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(
         option("--drop-line", "Lines to leave out of system prompts.", SERVER, metavar="REGEX"),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API and scores of texts.
+    """Serve a model over HTTP: OpenAI's and Anthropic's API, and scores of texts.
 
     llamabranch serve -m a.gguf -np 8
     llamabranch serve -hf Qwen/Qwen3-4B-GGUF --port 9000 --limit alias=qwen

@@ -257,12 +257,23 @@ class PrefixCache:
         """
         freed, is_over = 0, False
         while freed < n_cells and not is_over:
-            is_over = True  # unless a text was freed that another one is a part of
-            for text in self._in_order():
-                if freed < n_cells and (n := self._shorten(text, n_cells - freed)):
+            is_over, texts = True, self._in_order()
+            for text in texts:
+                if freed >= n_cells:
+                    break
+                n = self._shorten(text, n_cells - freed)
+                if n or self._is_in(text, texts):  # another text may now have cells alone
                     freed, is_over = freed + n, False
         self.n_evicted += freed
         return freed
+
+    def _is_in(self, text: CachedPrefix, texts: Iterable[CachedPrefix]) -> bool:
+        """Drop a text that another session's text has too, so that each waits for the other one."""
+        others = (other for other in texts if other is not text and other in self._kept)
+        is_in = text in self._kept and longest_prefix(others, text.tokens)[0] == len(text.tokens)
+        if is_in:
+            self._drop(text)
+        return is_in
 
     def _shorten(self, text: CachedPrefix, n_cells: int) -> int:
         """Free up to ``n_cells`` cells that only this text uses, from its end; return how many."""

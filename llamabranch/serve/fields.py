@@ -19,7 +19,7 @@ from ..request.fields import TextFields
 from ..request.request import TextOptions
 from ..run.job import Job
 from .errors import HttpError
-from .service import Service
+from .service import TOO_LONG, Service
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -70,15 +70,16 @@ class HttpFields(TextFields, kw_only=True):
     def session(self, headers: Mapping[str, str]) -> dict[str, object]:
         """Return the options that say to which session a request belongs.
 
-        The fields of the body count first, then the headers ``X-Session-Id`` and
-        ``X-Parent-Session-Id``, then what Claude Code sends: headers with the ids of the session and of
-        its agents, or ``metadata.user_id``, which contains the session.
+        The fields of the body count first, then the headers ``X-Session-Id`` (in opencode
+        ``X-Session-Affinity``) and ``X-Parent-Session-Id``, then what Claude Code sends: headers with
+        the ids of the session and of its agents, or ``metadata.user_id``, which contains the session.
         """
         user_id = (self.metadata or {}).get("user_id")
         main = headers.get("x-claude-code-session-id") or _session_in(user_id)
         agent = headers.get("x-claude-code-agent-id")
         above = (headers.get("x-claude-code-parent-agent-id") or main) if agent else None
-        own = self.session_id or headers.get("x-session-id") or agent or main
+        sent = headers.get("x-session-id") or headers.get("x-session-affinity")
+        own = self.session_id or sent or agent or main
         parent = self.parent_session_id or headers.get("x-parent-session-id") or above
         options: dict[str, object] = {"session_id": own, "parent_session_id": parent}
         return options | ({"ttl": 0.0} if self.ephemeral else {})
@@ -148,7 +149,7 @@ async def prepared(
     try:
         jobs = await to_thread(prepare)
     except CacheFullError as error:
-        raise HttpError(400, error.message, param=param) from None
+        raise HttpError(400, f"{TOO_LONG}: {error.message}", param=param) from None
     for job in jobs:
         service.check_room(job.prompt, job.max_tokens, param)
     return jobs

@@ -20,6 +20,7 @@ from .settings import ServeSettings
 
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
 _MOST_SEARCHED = 100_000  # characters of a system prompt, a few microseconds each
+TOO_LONG = "prompt is too long"  # agents look for these words, and shorten their conversation then
 _LONG_TEXT = 4096  # characters; tokenizing a longer text would block the event loop
 
 
@@ -102,9 +103,7 @@ class Service:
         """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
         n, n_ctx = len(prompt), self.n_ctx
         if n + (max_tokens != 0) > n_ctx:
-            text = (
-                f"the prompt has {n} tokens, the context has room for {n_ctx}, the answer included"
-            )
+            text = f"{TOO_LONG}: it has {n} tokens, the context has room for {n_ctx}, the answer included"
             raise HttpError(400, text, param=param)
 
     def next_request(self, prompt: Sequence[int], top: int) -> Request:

@@ -10,7 +10,7 @@ import pytest
 from conftest import audit
 
 import llamabranch as lb
-from llamabranch import Context, Engine, Request
+from llamabranch import Branch, Context, Engine, Request
 from llamabranch.context import sessions
 from llamabranch.context.prefix_cache import PrefixCache
 from llamabranch.context.sessions import Sessions
@@ -148,3 +148,17 @@ def test_sessions_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
     del child
     gc.collect()
     assert known.of("child", None, 5).parent is None
+
+
+def test_texts_that_several_sessions_have_are_evicted(ctx: Context) -> None:
+    """Their cells belong to none of them alone."""
+    prefixes = ctx.prefix_cache
+    assert prefixes is not None
+    with Branch.start(ctx, text(10, 300)) as branch, ctx.lock:
+        for name in "abc":
+            prefixes.put(branch.seq_id, branch.tokens, prefixes.sessions.of(name, None, 600))
+    assert len(prefixes) == 3
+    evict(ctx, 200)
+    assert kept(ctx) == {10: 100}
+    assert read(ctx, text(20, 450), "d").error is None
+    assert kept(ctx)[20] == 450

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,35 @@ def test_agents_get_an_answer(api: Any, sent: dict[str, Any]) -> None:
 def test_messages_become_openais(sent: dict[str, Any]) -> None:
     fields = msgspec.convert(sent["body"], MessagesFields).chat()
     assert fields.messages == sent["chat"]
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.errors.GrammarWarning")
+@pytest.mark.parametrize("wrong", [None, 5, "x", [], {}, [5], [{}], {"type": "x"}], ids=repr)
+def test_a_wrong_value_at_any_place_is_refused_or_ignored(api: Any, wrong: Any) -> None:
+    sent = next(sent["body"] for sent in SENT if "results of two calls" in sent["agent"])
+    for place in places(sent):
+        body = api.post("/v1/messages/count_tokens", json=changed(sent, place, wrong))
+        assert body.status_code in (200, 400), (place, body.text)
+        assert body.status_code == 200 or body.json()["type"] == "error"
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the place of each value inside a value of JSON."""
+    if not isinstance(value, (dict, list)):
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (key,)
+        yield from ((key, *rest) for rest in places(each))
+
+
+def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """Return a copy with ``new`` at a place."""
+    copied = deepcopy(value)
+    at = copied
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = new
+    return copied
 
 
 def test_a_second_turn_reads_only_what_is_new(server: Serving, api: Any) -> None:

@@ -275,7 +275,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"extra_body": {"temperature": "hot"}}, "temperature"),
         ({"extra_body": {"session_id": "a\nb"}}, "session_id must be 1 to 200 printable"),
         ({"extra_headers": {"X-Session-Id": "s" * 10_000}}, "session_id must be 1 to 200"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "the context has room"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "prompt is too long"),
     ],
 )
 def test_bad_requests_get_anthropics_error(claude: Any, more: Any, message: str) -> None:
@@ -311,6 +311,7 @@ def test_errors_of_other_kinds(claude: Any, server: Serving, api: Any) -> None:
         ({}, {}, (None, None)),
         ({"session_id": "a", "parent_session_id": "b"}, {"x-session-id": "c"}, ("a", "b")),
         ({}, {"x-session-id": "c", "x-parent-session-id": "d"}, ("c", "d")),
+        ({}, {"x-session-affinity": "c", "x-claude-code-session-id": "s"}, ("c", None)),
         ({"metadata": {"user_id": "user_1_account__session_a-b"}}, {}, ("a-b", None)),
         ({"metadata": {"user_id": '{"device_id": "1", "session_id": "a-b"}'}}, {}, ("a-b", None)),
         ({"metadata": {"user_id": "[" * 100_000}}, {}, (None, None)),

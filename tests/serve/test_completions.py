@@ -257,7 +257,9 @@ def test_messages_are_needed(api: Any) -> None:
 
 def test_end_of_the_cache_is_a_length(api: Any, beside: lb.Context) -> None:
     prompt = (beside.model.prompt_tokens("Once upon a time ") * 300)[:1024]
-    assert "has room for 1024" in post(api, 400, prompt=prompt)["error"]["message"]
+    for tokens in (prompt, [*prompt, *prompt]):  # the words that agents look for
+        message = post(api, 400, prompt=tokens)["error"]["message"]
+        assert message.startswith("prompt is too long: ") and "has room for 1024" in message
     assert choices(api, prompt=prompt, max_tokens=0)[0]["text"] == ""
     (choice,) = choices(api, prompt=prompt[:1000], max_tokens=500, ignore_eos=True, **WARM)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "capacity")

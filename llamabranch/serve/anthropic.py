@@ -186,13 +186,23 @@ class MessagesFields(HttpFields, kw_only=True):
     thinking: ThinkingConfig | None = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
+    thread: dict[str, object] | None = None
+    compaction: dict[str, object] | None = None
+    mcp_servers: list[object] | None = None
 
     def chat(self) -> ChatFields:
         """Return the request as one of the chat endpoint.
 
         Raises:
-            ConfigError: a block or a tool is not supported; the message says where it is.
+            HttpError, ConfigError: a field, a block or a tool is not supported; the message names it.
         """
+        if self.thread:  # the client then sends the whole conversation, if it gets these details
+            message = "thread is not supported: send the whole conversation"
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise HttpError(400, message, param="thread", details=details)
+        for name in ("compaction", "mcp_servers"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is not supported")
         fields = ChatFields(messages=self._conversation())
         for name in HttpFields.__struct_fields__:
             setattr(fields, name, getattr(self, name))

@@ -48,14 +48,6 @@ class RedactedBlock(Struct, tag="redacted_thinking"):
     """An encrypted thought of Anthropic's models; it is left out."""
 
 
-class ImageBlock(Struct, tag="image"):
-    """An image, which is refused."""
-
-
-class DocumentBlock(Struct, tag="document"):
-    """A document, which is refused."""
-
-
 class ToolUseBlock(Struct, tag="tool_use"):
     """An earlier call of a function."""
 
@@ -68,7 +60,7 @@ class ToolResultBlock(Struct, tag="tool_result"):
     """What a function returned."""
 
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    content: str | list[TextBlock] | None = None
     is_error: bool | None = None
 
     @property
@@ -78,15 +70,7 @@ class ToolResultBlock(Struct, tag="tool_result"):
         return ("Error: " if self.is_error else "") + "\n".join(parts)
 
 
-Block = (
-    TextBlock
-    | ThinkingBlock
-    | RedactedBlock
-    | ImageBlock
-    | DocumentBlock
-    | ToolUseBlock
-    | ToolResultBlock
-)
+Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
 
 
 class SentMessage(Struct):
@@ -99,7 +83,7 @@ class SentMessage(Struct):
         """Return its blocks.
 
         Raises:
-            ConfigError: another role writes such a block, or it is an image or a document.
+            ConfigError: messages of this role have no such blocks.
         """
         if isinstance(self.content, str):
             return [TextBlock(self.content)]
@@ -109,22 +93,11 @@ class SentMessage(Struct):
             if (is_answer and self.role != "assistant") or (is_asked and self.role != "user"):
                 kind = type(block).__struct_config__.tag
                 raise ConfigError(f"a message of the {self.role} cannot have a {kind} block")
-            _texts([block])
         return self.content
 
 
 def _texts(blocks: Iterable[Block]) -> list[str]:
-    """Return the text of each text block.
-
-    Raises:
-        ConfigError: there is an image or a document, also in a result.
-    """
-    for block in blocks:
-        if isinstance(block, (ImageBlock, DocumentBlock)):
-            kind = type(block).__struct_config__.tag
-            raise ConfigError(f"{kind} blocks are not supported: the model reads only text")
-        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-            _texts(block.content)
+    """Return the text of each text block."""
     return [block.text for block in blocks if isinstance(block, TextBlock)]
 
 
@@ -170,9 +143,10 @@ class ThinkingConfig(Struct):
 
 
 class OutputConfig(Struct):
-    """The form of the answer."""
+    """The form of the answer, and how much the model thinks, if its template can say that."""
 
     format: ResponseFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class MessagesFields(HttpFields, kw_only=True):
@@ -186,6 +160,7 @@ class MessagesFields(HttpFields, kw_only=True):
     thinking: ThinkingConfig | None = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None  # from older clients
     thread: dict[str, object] | None = None
     compaction: dict[str, object] | None = None
     mcp_servers: list[object] | None = None
@@ -211,7 +186,8 @@ class MessagesFields(HttpFields, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             with placed(f"tools[{index}]"):
                 fields.tools.append(tool.function())
-        choice, thinking, output = self.tool_choice, self.thinking, self.output_config
+        choice, thinking = self.tool_choice, self.thinking
+        output = self.output_config or OutputConfig()
         if choice is not None:
             fields.tool_choice = "required" if choice.type == "any" else choice.type
             if choice.type == "tool":
@@ -220,8 +196,8 @@ class MessagesFields(HttpFields, kw_only=True):
         if thinking is not None and thinking.type in ("enabled", "disabled"):
             budget = True if thinking.budget_tokens is None else thinking.budget_tokens
             fields.thinking = thinking.type == "enabled" and budget
-        if output is not None and output.format is not None:
-            fields.response_format = output.format
+        fields.reasoning_effort = "high" if output.effort in ("xhigh", "max") else output.effort
+        fields.response_format = output.format or self.output_format or self.response_format
         return fields
 
     def _conversation(self) -> list[dict[str, object]]:

@@ -41,7 +41,7 @@ from ..native.library import engine_versions, system_info
 from ..native.state_layout import State
 from .checkpoints import Checkpoint
 from .kv_file import Arrays, HasKV, KVCompatibility, read_arrays, read_head, write
-from .memory import END, States, Windowed
+from .memory import END
 
 MIN_STORED = 512  # tokens; shorter texts are not worth a file
 _MIN_GAINED = 8  # tokens
@@ -94,15 +94,13 @@ class Found:
     """K/V read from the folder.
 
     Attributes:
-        n: how many tokens of the prompt it has.
         start, end: the positions of the K/V.
         pieces: states, each with the start and the end of what is used of it.
-        points: checkpoints.
+        points: the checkpoints up to the end.
         path: the segments.
         seconds: how long it took to read.
     """
 
-    n: int
     start: int
     end: int
     path: list[Segment]
@@ -163,7 +161,6 @@ class PrefixStore:
             "layout": repr(layout), "memory": type(self._memory).__name__,
         }  # fmt: skip
         self._scope = digest(about)
-        self._n_cut = int(isinstance(self._memory, Windowed))  # how much a restored text can be cut
         self._segments: dict[str, Segment] = {}
         self._seen: object = None  # the state of the folder when it was last listed
         self._clock = 0  # the latest time of use
@@ -270,11 +267,11 @@ class PrefixStore:
             if matched.get(segment.parent, -1) < n:
                 continue
             if segment.tokens[:1] == tokens[n : n + 1]:
-                n += n_common(segment.tokens, tokens[n:])
+                n += n_common(segment.tokens, tokens[n : segment.end])
             matched[segment.key] = n
             if n > common[0]:
                 common = n, segment.key
-            if n < segment.end - self._n_cut and not self._layout.is_cells_only:
+            if n < segment.end and not self._layout.is_cells_only:
                 n = max((point for point in segment.points if point <= n), default=0)
             if n > usable[0]:
                 usable = n, segment.key
@@ -296,7 +293,7 @@ class PrefixStore:
         ``n_held`` of them need not be read.
         """
         found = self._worth(tokens, n_held)
-        return n_held if found is None else found.n
+        return n_held if found is None else found.end
 
     def _worth(self, tokens: Sequence[int], n_held: int) -> Found | None:
         """Return what to read, if reading it takes less time than decoding the tokens."""
@@ -305,13 +302,12 @@ class PrefixStore:
             return None
         path = self._path_to(key)
         start = n_held if self._memory.can_move else 0
-        end = n if self._layout.is_cells_only else path[0].end
         decoding = self._memory.tokens_per_s
         n_bytes = sum(segment.n_bytes for segment in path if segment.end > start)
         is_known = decoding > 0 and time.monotonic() < self._known_until
         if is_known and n_bytes / self._speed > (n - n_held) / decoding:
             return None
-        return Found(n, start, end, path)
+        return Found(start, n, path)
 
     def read(self, tokens: Sequence[int], n_held: int) -> Found | None:
         """Read K/V of ``tokens`` beyond the first ``n_held``, and make room for it; None = a miss."""
@@ -352,17 +348,21 @@ class PrefixStore:
         """
         memory, layout = self._memory, self._layout
         n_held = memory.next_position(seq_id)
-        if n_held < found.start or n_held >= found.n:
+        if n_held < found.start or n_held >= found.end:
             return n_held
         start, began = n_held if memory.can_move else 0, time.perf_counter()
         pieces = [
             (state, max(low, start), high) for state, low, high in found.pieces if high > start
         ]
         try:
-            state = layout.joined(pieces)
+            rest = next((p.state for p in found.points if p.n_tokens == found.end), None)
+            state = layout.joined(pieces, rest)
             layout.check(state, found.end, start)
-            for point in found.points:
-                layout.partial.check(point.state, point.n_tokens)
+            if not memory.can_draft:
+                for point in found.points:
+                    layout.partial.check(point.state, point.n_tokens)
+        except MemoryError:
+            return n_held
         except (SnapshotError, ValueError, IndexError):  # somebody has forged the checksums
             for segment in found.path:
                 self._discard(segment)
@@ -373,10 +373,8 @@ class PrefixStore:
             else:
                 memory.drop(seq_id, 0)
                 memory.set_state(seq_id, state, found.end)
-            if isinstance(memory, States) and memory.next_position(seq_id):
-                memory.checkpoints.merge(seq_id, found.points)
-            if found.n < found.end:
-                memory.cut(seq_id, found.n)
+            if memory.next_position(seq_id):
+                memory.set_points(seq_id, found.points)
             n_bytes = sum(len(state) for state, _, _ in found.pieces)
             self._speed = n_bytes / (found.seconds + time.perf_counter() - began)
             self._known_until = time.monotonic() + _KNOWN_S
@@ -396,13 +394,12 @@ class PrefixStore:
         # A segment of which less than half is used takes longer to read than it saves.
         while path and 2 * (n - path[0].start) < len(path[0].tokens):
             n = path.pop(0).start
-        memory, points = self._memory, list[Checkpoint]()
+        memory = self._memory
         try:
+            points = memory.points(seq_id, n)
             state = memory.piece(seq_id, n) if memory.can_move else memory.handle.state(seq_id)
         except (SnapshotError, MemoryError):
             return
-        if isinstance(memory, States):
-            points = [point for point in memory.checkpoints.of(seq_id) if point.n_tokens > n]
         if not 0 < len(state) <= self._max_bytes:
             return
         size = _PIECE if self._layout.is_cells_only else END
@@ -422,7 +419,8 @@ class PrefixStore:
 
     def _work(self) -> None:
         while (path := self._jobs.get()) is not None:
-            self._write(path)
+            with suppress(CacheFolderWarning):  # warnings may be errors
+                self._write(path)
 
     def _write(self, path: list[Segment]) -> None:
         """Write the segments of a text that are not written yet. It needs no lock."""

@@ -105,7 +105,7 @@ class SentTool(Struct):
     """A function that the model may call."""
 
     name: str
-    description: str | None = None
+    description: str = ""  # there is always one, because some templates need it
     input_schema: dict[str, object] | None = None
     type: str | None = None
     strict: bool | None = None
@@ -121,10 +121,11 @@ class SentTool(Struct):
                 f"{self.name} has no input_schema: Anthropic's own tools"
                 f" ({self.type or 'such as web_search_20250305'}) are not supported"
             )
-        given = {"description": self.description, "strict": self.strict}
-        more = {name: value for name, value in given.items() if value}
-        function = {"name": self.name, **more, "parameters": self.input_schema}
-        return {"type": "function", "function": function}
+        function: dict[str, object] = {
+            "name": self.name, "description": self.description, "parameters": self.input_schema,
+        }  # fmt: skip
+        strict = {"strict": True} if self.strict else {}
+        return {"type": "function", "function": function | strict}
 
 
 class ToolChoice(Struct):

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "transposed": ("llama", {"flash_attention": False}, True),
     "q8_0": ("llama", {"kv_type": "q8_0"}, True),
     "non-unified": ("llama", {"kv_unified": False, "exact": True, "n_ctx": 2048 * 6}, True),
-    "window": ("gemma3", {"kv_type": "bf16"}, False),
+    "window": ("gemma3", {"kv_type": "bf16"}, True),
     "window, cells used again": ("gemma3", {"kv_type": "bf16", "swa_full": False}, True),
     "recurrent": ("mamba", {}, True),
     "rwkv": ("rwkv7", {}, True),
@@ -329,6 +329,18 @@ def test_foreign_files_stay_and_are_not_opened(opened: Make, folder: Path) -> No
     assert (folder / "notes.kv").exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can chown")
+def test_files_of_another_user_stay_and_are_not_used(opened: Make, folder: Path) -> None:
+    fill(opened, DOCUMENT)
+    (path,) = files(folder)
+    os.chown(path, 4321, 4321)
+    fill(opened, text(6, 600), cache_size=1 << 20)
+    with opened(cache_size=1) as ctx:
+        assert n_read(ctx, DOCUMENT)[0] == len(DOCUMENT)
+        assert n_read(ctx, text(6, 600))[0] == 1
+    assert path.exists()
+
+
 # -- the folder ------------------------------------------------------------------------------------
 
 
@@ -362,7 +374,7 @@ def test_a_folder_that_cannot_be_written_is_refused(opened: Make, folder: Path) 
 def test_bad_options_are_refused(opened: Make) -> None:
     with pytest.raises(ConfigError, match="prefix_cache"):
         opened(prefix_cache=False)
-    for size in (-1, "x", None):
+    for size in (-1, "x", None, "-1GiB", "1 PB", "", "1e9"):
         with pytest.raises(ConfigError, match="cache_size"):
             opened(cache_size=size)
     with pytest.raises(ConfigError, match="path"):

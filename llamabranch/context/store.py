@@ -48,9 +48,12 @@ _MIN_GAINED = 8  # tokens
 _PIECE = 2048  # the most tokens of a segment whose K/V can be cut
 _MAGIC = b"\x89LBSTORE"
 _ENDING = ".kv"
-_NAME = re.compile(r"\.?[0-9a-f]{16}-[0-9a-f]{15,32}\.(kv|[0-9a-f]{16})")  # also a temporary file's
+# The names of segments, and of the temporary files of this folder.
+_NAME = re.compile(
+    r"[0-9a-f]{16}-[0-9a-f]{32}\.kv|\.[0-9a-f]{16}(-[0-9a-f]{15}|\.sha256)\.[0-9a-f]{16}"
+)
 _STALE_NS = 60 * 10**9  # a temporary file that was not written for so long is a dead process's
-_MOST_WAITING = 4  # texts that wait until they are written
+_MOST_WAITING = 2  # texts that wait until they are written
 _KNOWN_S = 600  # how long the measured speed of the folder counts
 _NO_FLOATS = np.empty(0)
 
@@ -144,7 +147,7 @@ class PrefixStore:
 
     Raises:
         UnsupportedError: llama.cpp writes the K/V in an unknown form.
-        SnapshotError: the model's file was changed after it was loaded.
+        UsageError: the model's file was changed after it was loaded.
     """
 
     def __init__(self, folder: Path, max_bytes: int, ctx: HasKV) -> None:
@@ -154,6 +157,7 @@ class PrefixStore:
         self._folder, self._max_bytes = folder, max_bytes
         self._memory, self._layout = ctx.kv_cache, layout
         # Everything that the K/V of given tokens depends on, to the bit.
+        ctx.model.remember_fingerprint(folder)
         about = asdict(KVCompatibility.of(ctx)) | engine_versions()
         about |= {
             "model": "", "system": system_info(), "exact": ctx.params.exact,
@@ -397,7 +401,7 @@ class PrefixStore:
         memory = self._memory
         try:
             points = memory.points(seq_id, n)
-            state = memory.piece(seq_id, n) if memory.can_move else memory.handle.state(seq_id)
+            state = memory.raw_piece(seq_id, n)
         except (SnapshotError, MemoryError):
             return
         if not 0 < len(state) <= self._max_bytes:

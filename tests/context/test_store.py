@@ -86,7 +86,8 @@ def fill(make: Make, *texts: list[int], **options: Any) -> list[np.ndarray[Any, 
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    """Return the files of texts."""
+    return sorted(path for path in folder.iterdir() if path.suffix != ".sha256")
 
 
 # -- what a restart keeps --------------------------------------------------------------------------
@@ -353,6 +354,26 @@ def test_names_are_hashes_and_only_the_owner_can_read(opened: Make, folder: Path
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_the_hash_of_the_model_is_computed_once(opened: Make, folder: Path) -> None:
+    path = toys.write_llama(folder.with_name("own.gguf"), vocab="bytes", seed=5)
+    found = []
+    for content in (None, "", "x y", f"{'0' * 16} {'0' * 64}"):
+        with lb.Model(path) as model:
+            if content is not None:
+                (note,) = folder.glob("*.sha256")
+                note.write_text(content)
+            with Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+                found.append(model.fingerprint)
+    (note,) = folder.glob("*.sha256")
+    assert found == [note.read_text().split()[1]] * 4
+    note.write_text(note.read_text()[:-1] + "x")  # no hexadecimal digit
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+        assert model.fingerprint == found[0]
+    os.utime(path, (1, 1))
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+        assert len(list(folder.glob("*.sha256"))) == 2
+
+
 @pytest.mark.parametrize("place", ["file", "below a file", "null", "proc"])
 def test_a_folder_that_cannot_be_used_is_refused(
     place: str, opened: Make, tmp_path: Path, toy: lb.Model
@@ -424,7 +445,7 @@ WRITER = """
     folder, model, end = sys.argv[1:4]
     real = os.replace
     def replace(*paths):
-        if end == "killed":
+        if end == "killed" and str(paths[1]).endswith(".kv"):
             os.kill(os.getpid(), signal.SIGKILL)
         real(*paths)
     os.replace = replace

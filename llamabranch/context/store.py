@@ -25,6 +25,7 @@ from queue import Queue
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import (
     CacheFolderWarning,
@@ -112,13 +113,6 @@ class Found:
     seconds: float = 0.0
 
 
-def _parse(metadata: bytes) -> _About:
-    try:
-        return msgspec.json.decode(metadata, type=_About)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise SnapshotError(f"the metadata is invalid: {error}") from error
-
-
 def open_folder(path: str | os.PathLike[str]) -> Path:
     """Return the folder, which is made if it is missing.
 
@@ -176,7 +170,7 @@ class PrefixStore:
         self._jobs: Queue[list[Segment] | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
 
-    def _key(self, parent: str, start: int, tokens: Sequence[int]) -> str:
+    def _key(self, parent: str, start: int, tokens: npt.ArrayLike) -> str:
         content = np.array(tokens, "<i4").tobytes()
         about = f"{self._scope} {parent} {start} ".encode()
         return f"{self._scope}-{hashlib.sha256(about + content).hexdigest()[:32]}"
@@ -231,24 +225,32 @@ class PrefixStore:
         """
         with self._path(key).open("rb") as file:
             head, metadata = read_head(file, _MAGIC)
-            tokens = np.frombuffer(file.read(4 * head.n_tokens), "<i4").tolist()
-        about = _parse(metadata)
-        if self._key(about.parent, about.start, tokens) != key:
-            raise SnapshotError("the file has another name")
+            tokens = np.frombuffer(file.read(4 * head.n_tokens), "<i4")
+        about = self._parse(key, metadata, tokens)
         points = [position for position, _ in about.points]
-        return Segment(key, about.parent, about.start, tokens, points, n_bytes)
+        return Segment(key, about.parent, about.start, tokens.tolist(), points, n_bytes)
 
     def _contents(self, key: str) -> tuple[State, list[Checkpoint]]:
         """Return the state and the checkpoints of a file; errors as for ``_open``."""
         with self._path(key).open("rb") as file:
             head, metadata = read_head(file, _MAGIC)
-            state, points = read_arrays(file, head).state, _parse(metadata).points
+            tokens, _, _, state = read_arrays(file, head)
+        points = self._parse(key, metadata, tokens).points
         end = len(state) - sum(size for _, size in points)
         checkpoints, at = list[Checkpoint](), end
         for position, size in points:
             checkpoints.append(Checkpoint(position, state[at : at + size], None))
             at += size
         return state[: max(end, 0)], checkpoints
+
+    def _parse(self, key: str, metadata: bytes, tokens: npt.NDArray[np.int32]) -> _About:
+        try:
+            about = msgspec.json.decode(metadata, type=_About)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise SnapshotError(f"the metadata is invalid: {error}") from error
+        if self._key(about.parent, about.start, tokens) != key:
+            raise SnapshotError("the file has another name")
+        return about
 
     def _discard(self, segment: Segment, *, damaged: bool = True) -> None:
         """Forget a segment until the folder changes; if its file is damaged, delete it."""

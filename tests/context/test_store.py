@@ -277,14 +277,17 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
         assert n_read(ctx, DOCUMENT)[0] == 1
 
 
-def test_swapped_files_are_not_used(opened: Make, folder: Path) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_swapped_files_are_not_used(is_listed: bool, opened: Make, folder: Path) -> None:
     texts = DOCUMENT, text(6, 1200)
     rows = fill(opened, *texts, n_ctx=4096)
     one, two = files(folder)
     contents = one.read_bytes(), two.read_bytes()
-    one.write_bytes(contents[1])
-    two.write_bytes(contents[0])
     with opened(n_ctx=4096) as ctx:
+        if is_listed:
+            assert n_read(ctx, text(7, 20))[0] == 20
+        one.write_bytes(contents[1])
+        two.write_bytes(contents[0])
         for tokens, row in zip(texts, rows, strict=True):
             n, again = n_read(ctx, tokens)
             assert n == len(tokens)

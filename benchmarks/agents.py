@@ -10,9 +10,10 @@ generates --tokens tokens, but the next prompt has the recorded answer, so all s
 
 *Distinct* tokens are those of all prompts that no earlier prompt began with: nobody can read fewer. The
 sides take turns after each phase, and the other one is stopped meanwhile. llama-server has one cache for
-all slots and keeps prompts in memory; before it ends, its slots are saved to a folder, and restored when
-it starts (--theirs, --ours: more options). --changing: the first line of the system prompt is another one
-in each request.
+all slots and keeps prompts in memory. Ours keeps in a folder what it has read; llama-server's slots are
+saved to one before it ends, and restored when it starts. --ours and --theirs are more options.
+
+--changing: each request has another first line, as agents do. --ours="--drop-line ^cch=" leaves it out.
 """
 
 from __future__ import annotations
@@ -219,12 +220,14 @@ def main() -> None:
         runs: list[dict[str, list[Figures]]] = []
         for _ in range(settings.runs):
             with ExitStack() as stack:
-                folder = stack.enter_context(tempfile.TemporaryDirectory())
-                ours = partial(start_ours, settings, model.path, *shared, *args.ours)
+                kept, saved = (
+                    (option, stack.enter_context(tempfile.TemporaryDirectory()))
+                    for option in ("--cache-dir", "--slot-save-path")
+                )
+                ours = partial(start_ours, settings, model.path, *shared, *kept, *args.ours)
                 sides = {OURS: Side(ours)}
                 stack.callback(sides[OURS].close)
                 if settings.peers:
-                    saved = "--slot-save-path", folder
                     theirs = partial(
                         start_theirs, settings, model.path, *shared, *BEST, *saved, *args.theirs
                     )

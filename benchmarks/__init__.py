@@ -2,8 +2,9 @@
 
 length.py        prompts of 64 to 6,000 tokens: reading, generating after them, forks, separate texts
 drafts.py        drafts without a draft model, in texts and JSON
-serve.py         the server against llama-server
-agents.py, agent_tasks.py    agents on one document; twenty tasks of two steps
+agents.py        a day of an agent, replayed to the server and to llama-server
+agent_tasks.py   twenty tasks of two steps for agents
+serve.py         1 to 16 clients of the server and of llama-server
 answers.py, answer_tasks.py    votes, power sampling and single samples at equal compute
 page.py          what a page that watches costs
 pictures.py      the pictures of the documents

@@ -1,182 +1,277 @@
-"""Three agents on one document, two calls of 0.3 s each: tokens read and seconds.
+"""A recorded day of an agent, replayed to `llamabranch serve` and to llama-server: tokens read, seconds.
 
-    python -m benchmarks.agents --target MODEL.gguf --threads 2 [--peers FOLDER] [--document 6000]
+    python -m benchmarks.agents --target MODEL.gguf --threads 2 [--peers FOLDER] [--session 12000]
 
-The same loop on every side: a question, a forced call, its result, an answer of at most --tokens
-tokens; then a second question, call and answer. Sides: `lb.Agent` in this process; the same messages to
-`llamabranch serve` and to ``llama-server -np 3`` over HTTP, three clients at a time.
-Tokens read are the prompt tokens that a side has evaluated, by its own account.
+A main session of ten turns grows from half of --session tokens to all of them. Before its fifth turn
+three sub-agents fork it, and run beside this turn for three turns each (--waiting: the main session waits
+for them). After seven turns the server is started again; in the end the session is compacted and goes on
+from the summary. What the agents read are documents of llamabranch. Answers are recorded, too: a server
+generates --tokens tokens, but the next prompt has the recorded answer, so all sides get equal prompts.
+
+*Distinct* tokens are those of all prompts that no earlier prompt began with: nobody can read fewer. The
+sides take turns after each phase, and the other one is stopped meanwhile. llama-server has one cache for
+all slots and keeps prompts in memory. Ours keeps in a folder what it has read; llama-server's slots are
+saved to one before it ends, and restored when it starts. --ours and --theirs are more options.
+
+--changing: each request has another first line, as agents do. --ours="--drop-line ^cch=" leaves it out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from time import perf_counter
+from typing import NamedTuple
 
 import llamabranch as lb
-from llamabranch.model.functions import function_tool
 
-from .prompts import document
-from .report import Settings, emit, number, parser, table, title
-from .servers import Served, ToolError, request, start_ours, start_theirs
+from .report import Settings, emit, parser, pm, table, title
+from .servers import OURS, THEIRS, Served, ToolError, alone, request, start_ours, start_theirs
+from .timing import Spread
 
-SIDES = ("agent", "serve", "llama-server")
-QUESTIONS = ("Who pays?", "When does it end?", "What is the risk?")
-SECOND = "And what follows from it?"
-SYSTEM = "Answer from the document, in one sentence."
-SECONDS = 0.3  # of each call
+SUB_AGENTS = 3
+RESTART = "restart and turn 8"
+BEST = "-kvu", "--cache-ram", 8192, "--no-cache-idle-slots"  # what reads the fewest tokens
+_DOCS = Path(__file__).parents[1] / "docs"
 
-
-def find(word: Literal["pays", "ends", "risk", "notice"]) -> str:
-    """Return the line of the document that holds a word."""
-    time.sleep(SECONDS)
-    return f"Line 7: of what {word}, section 4 says more."
+Message = dict[str, str]
+Prompt = list[Message]
 
 
-WORD = {"type": "object", "properties": {"word": {"enum": ["pays", "ends", "risk", "notice"]}},
-        "required": ["word"], "additionalProperties": False}  # fmt: skip
-CALL = {"type": "object", "properties": {"name": {"const": "find"}, "arguments": WORD},
-        "required": ["name", "arguments"], "additionalProperties": False}  # fmt: skip
+class Phase(NamedTuple):
+    """A part of the day: conversations that are held at the same time, each with its prompts in turn."""
+
+    name: str
+    talks: list[list[Prompt]]
+
+
+class Session:
+    """A session that begins with ``messages``; ``text`` gives what is said in it, in parts of the day."""
+
+    def __init__(self, messages: Prompt, text: Callable[[float], str]) -> None:
+        self._messages, self._text = messages, text
+
+    def fork(self) -> Session:
+        """Return a session that begins with all messages so far."""
+        return Session(self._messages, self._text)
+
+    def turn(self, said: str, size: float = 0.045, answer: float = 0.005) -> Prompt:
+        """Return the prompt of a turn; the prompts of later ones have its answer, too."""
+        prompt = [*self._messages, {"role": "user", "content": f"{said}\n{self._text(size)}"}]
+        self._messages = [*prompt, {"role": "assistant", "content": self._text(answer)}]
+        return prompt
+
+    def results(self, *numbers: int) -> list[Prompt]:
+        """Return the prompts of turns that get results of calls."""
+        return [self.turn(f"Result of call {i}:") for i in numbers]
+
+
+def day(
+    model: lb.Model, n_tokens: int, *, waiting: bool = False, changing: bool = False
+) -> list[Phase]:
+    """Return the phases of a day whose longest prompt has about ``n_tokens`` tokens."""
+    tokens = model.tokenize("\n".join(path.read_text() for path in sorted(_DOCS.glob("*.md"))))
+    at = 0
+
+    def text(size: float) -> str:
+        nonlocal at
+        at += (n := round(size * n_tokens))
+        return model.detokenize(tokens[at - n : at])
+
+    system = {"role": "system", "content": f"You work on a project. Its rules:\n{text(0.3)}"}
+    main = Session([system], text)
+    before = [main.turn("The task, and what is known:", 0.2), *main.results(2, 3, 4)]
+    forks = [main.fork() for _ in range(SUB_AGENTS)]
+    subs = [
+        [fork.turn(f"You are sub-agent {i}:", 0.01), *fork.results(1, 2)]
+        for i, fork in enumerate(forks, 1)
+    ]
+    fifth = main.results(5)
+    phases = [
+        Phase("turns 1 to 4", [before]),
+        Phase("three sub-agents", subs if waiting else [fifth, *subs]),
+        Phase("turns to 7", [[*(fifth if waiting else ()), *main.results(6, 7)]]),
+        Phase(RESTART, [main.results(8)]),
+        Phase("turns 9 and 10", [main.results(9, 10)]),
+        Phase("compaction", [[main.turn("Summarise what was done.", 0, 0.05)]]),
+    ]  # fmt: skip
+    main = Session([system], text)
+    after = [main.turn("The summary of the session so far:", 0.05), *main.results(11, 12)]
+    phases.append(Phase("three turns after it", [after]))
+    if changing:
+        for i, prompt in enumerate(_prompts(phases), 1):
+            prompt[0] = {**system, "content": f"cch={7919 * i:05x};\n{system['content']}"}
+    return phases
+
+
+def _prompts(phases: Sequence[Phase]) -> Iterator[Prompt]:
+    return (prompt for phase in phases for talk in phase.talks for prompt in talk)
+
+
+def distinct(phases: Sequence[Phase], model: lb.Model) -> list[int]:
+    """Return by how many nodes each phase lets the trie of all prompts grow."""
+    trie: dict[tuple[int, int], int] = {}
+    sizes = []
+    for phase in phases:
+        for prompt in _prompts([phase]):
+            node = 0
+            for token in model.chat_tokens(prompt):
+                node = trie.setdefault((node, token), len(trie) + 1)
+        sizes.append(len(trie))
+    return [size - before for before, size in pairwise([0, *sizes])]
 
 
 class Figures(NamedTuple):
-    """What a side took: seconds, prompt tokens that were read, all of them, generated tokens."""
+    """What a phase took on a side: prompt tokens, those that were read, and seconds."""
 
-    seconds: float
+    n_asked: int
     n_read: int
-    n_prompt: int
-    n_generated: int
+    seconds: float
 
 
-def agent(ctx: lb.Context, text: str, n_tokens: int) -> Figures:
-    """Run three agents."""
+class Side:
+    """A server that can be started again; with ``n_slots``, llama-server's slots are kept meanwhile."""
 
-    async def main() -> list[lb.agents.Report]:
-        async with lb.AsyncEngine(ctx) as engine:
-            one = lb.Agent(
-                engine, [("system", SYSTEM), ("user", text)], [find], tool_choice="find",
-                parallel_tool_calls=False, max_turns=2, max_tokens=40 + n_tokens, temperature=0, seed=1,
-            )  # fmt: skip
-            first = await one.arun(list(QUESTIONS))
-            more = await asyncio.gather(*(one.arun(SECOND, after=report) for report in first))
-            return [*first, *more]
+    def __init__(self, start: Callable[[], Served], n_slots: int = 0) -> None:
+        self._start, self._n_slots = start, n_slots
+        self.open()
 
-    begun = time.perf_counter()
-    reports = asyncio.run(main())
-    seconds = time.perf_counter() - begun
-    stats = [report.stats for report in reports]
-    n_read, n_generated = sum(s.evaluated for s in stats), sum(s.generated for s in stats)
-    n_prompt = n_read + sum(s.cached for s in stats)
-    return Figures(seconds, n_read, n_prompt, n_generated)
+    def open(self) -> None:
+        """Start the server, let it answer a short request, and restore its slots."""
+        self.served = self._start()
+        asyncio.run(self.served.stream({"prompt": "Once upon a time", "max_tokens": 8}))
+        self._slots("restore")
 
+    def close(self) -> None:
+        """Save the slots, and end the server."""
+        self._slots("save")
+        self.served.close()
 
-Ask = Callable[[Mapping[str, object]], Awaitable[Mapping[str, object]]]
+    def _slots(self, action: str) -> None:
+        for i in range(self._n_slots):
+            path, body = f"/slots/{i}?action={action}", {"filename": f"{i}.bin"}
+            asyncio.run(request(self.served.port, "POST", path, body))
 
+    def replay(self, phase: Phase, n_tokens: int) -> Figures:
+        """Let the server answer all prompts of a phase."""
+        begun = perf_counter()
+        if phase.name == RESTART:
+            self.close()
+            self.open()
+        n_asked, n_read = asyncio.run(self._hold(phase.talks, n_tokens))
+        return Figures(n_asked, n_read, perf_counter() - begun)
 
-async def talk(question: str, text: str, n_tokens: int, ask: Ask) -> None:
-    """Hold a conversation: ``ask`` takes the parameters of a chat and returns the answer's message.
+    async def _hold(self, talks: Sequence[Sequence[Prompt]], n_tokens: int) -> tuple[int, int]:
+        n_asked = n_cached = 0
 
-    A call is JSON that a schema forces: llama-server does not force a call where, as here, the model's
-    template has no tools of its own.
-    """
-    known = json.dumps(function_tool(find), ensure_ascii=False)
-    messages: list[dict[str, object]] = [
-        {"role": "system", "content": f"{SYSTEM}\n\nYou may call functions:\n{known}"},
-        {"role": "user", "content": f"{text}\n\n{question}"},
-    ]
-    shared = {"messages": messages, "temperature": 0.0, "seed": 1}
-    forced = {"type": "json_schema", "json_schema": {"name": "call", "schema": CALL}}
-    for following in (SECOND, None):
-        call = await ask({**shared, "response_format": forced, "max_tokens": 40})
-        content = str(call.get("content"))
-        try:
-            word = json.loads(content)["arguments"]["word"]
-        except (ValueError, KeyError, TypeError):
-            raise ToolError(f"no call in {call!r:.300}") from None
-        result = await asyncio.to_thread(find, word)
-        messages.append({"role": "assistant", "content": content})
-        messages.append({"role": "tool", "tool_call_id": "abcdefgh1", "content": result})
-        answer = await ask({**shared, "max_tokens": n_tokens})
-        messages.append({"role": "assistant", "content": answer.get("content") or ""})
-        if following is not None:
-            messages.append({"role": "user", "content": following})
+        async def hold(talk: Sequence[Prompt]) -> None:
+            nonlocal n_asked, n_cached
+            for prompt in talk:
+                body = {
+                    "messages": prompt, "max_tokens": n_tokens, "temperature": 0.0, "ignore_eos": True,
+                }  # fmt: skip
+                status, data = await request(self.served.port, "POST", "/v1/chat/completions", body)
+                if status != 200:
+                    raise ToolError(f"the server refuses: {data[:300]!r}")
+                used = json.loads(data)["usage"]
+                n_asked += used["prompt_tokens"]
+                n_cached += used["prompt_tokens_details"]["cached_tokens"]
+
+        await asyncio.gather(*map(hold, talks))
+        return n_asked, n_asked - n_cached
 
 
-async def over_http(side: Served, text: str, n_tokens: int) -> Figures:
-    """Hold the three conversations with a server, at the same time."""
-    read = prompts = generated = 0
-
-    async def ask(body: Mapping[str, object]) -> Mapping[str, object]:
-        nonlocal read, prompts, generated
-        status, data = await request(side.port, "POST", "/v1/chat/completions", body)
-        answer = json.loads(data)
-        if status != 200:
-            raise ToolError(f"the server refuses: {data[:300]!r}")
-        used = answer["usage"]
-        cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        read += used["prompt_tokens"] - cached
-        prompts += used["prompt_tokens"]
-        generated += used["completion_tokens"]
-        message: dict[str, object] = answer["choices"][0]["message"]
-        return message
-
-    begun = time.perf_counter()
-    await asyncio.gather(*(talk(question, text, n_tokens, ask) for question in QUESTIONS))
-    return Figures(time.perf_counter() - begun, read, prompts, generated)
+def replay(
+    sides: Mapping[str, Side], phases: Sequence[Phase], n_tokens: int
+) -> dict[str, list[Figures]]:
+    """Return the figures of each phase. The sides' order is turned around for every other one."""
+    figures: dict[str, list[Figures]] = {name: [] for name in sides}
+    for i, phase in enumerate(phases):
+        for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
+            with alone(name, {name: side.served for name, side in sides.items()}):
+                figures[name].append(sides[name].replay(phase, n_tokens))
+            print(f"{phase.name}, {name}: {figures[name][-1]}", file=sys.stderr, flush=True)
+    return figures
 
 
 def main() -> None:
-    """Measure all sides, one after the other."""
-    described = parser("agents", runs=1, tokens=32, target="smollm2-135m:Q8_0")
-    described.add_argument("--document", type=int, default=6000, help="tokens of the document")
-    described.add_argument("--only", nargs="+", choices=SIDES, default=[*SIDES])
+    """Replay the day on both sides, and tell what each has read."""
+    described = parser("agents", runs=1, tokens=16, target="smollm2-135m:Q8_0")
+    described.add_argument("--session", type=int, default=7500, help="tokens of the longest prompt")
+    described.add_argument("--waiting", action="store_true", help="main waits for its sub-agents")
+    described.add_argument("--changing", action="store_true", help="a first line that changes")
+    described.add_argument("--ours", type=shlex.split, default=[], help="more options")
+    described.add_argument("--theirs", type=shlex.split, default=[], help="more options")
     args = described.parse_args()
     settings = Settings.of(args)
-    n_document = 300 if settings.quick else args.document
-    cells = n_document + 1500
-    figures: dict[str, list[Figures]] = {}
+    n_session = 600 if settings.quick else args.session
+    shared = "-np", SUB_AGENTS + 1, "-c", (SUB_AGENTS + 1) * (n_session + 512)
     with lb.Model(lb.hub.resolve(settings.target)) as model:
-        text, path = document(model, n_document), Path(model.path)
-
-        def in_process() -> Figures:
-            n_ctx, n_threads = cells + 1500, settings.threads
-            with lb.Context(model, n_ctx=n_ctx, n_seq_max=8, n_threads=n_threads) as ctx:
-                return agent(ctx, text, settings.tokens)
-
-        def served(start: Callable[..., Served], *options: object) -> Figures:
-            with closing(start(settings, path, *options)) as side:
-                return asyncio.run(over_http(side, text, settings.tokens))
-
-        sides: dict[str, Callable[[], Figures]] = {
-            "agent": in_process,
-            "serve": partial(served, start_ours, "-c", cells + 1500),  # all share one cache
-            "llama-server": partial(served, start_theirs, "-np", 3, "-c", 3 * cells),
-        }
+        phases = day(model, n_session, waiting=args.waiting, changing=args.changing)
+        n_distinct = distinct(phases, model)
+        runs: list[dict[str, list[Figures]]] = []
         for _ in range(settings.runs):
-            for name in args.only:
-                try:
-                    figures.setdefault(name, []).append(sides[name]())
-                    print(f"{name}: {figures[name][-1].seconds:.1f} s", file=sys.stderr)
-                except ToolError as error:
-                    print(f"without {name}: {error}", file=sys.stderr)
-        rows = [
-            [name, number(one.seconds, 1), str(one.n_read), str(one.n_prompt), str(one.n_generated)]
-            for name, runs in figures.items()
-            for one in runs
-        ]
-        table(
-            f"{title(model)}, {settings.threads} threads, document of {n_document} tokens",
-            ("side", "seconds", "prompt tokens read", "of", "generated"), rows,
-        )  # fmt: skip
-        results = {name: [one._asdict() for one in runs] for name, runs in figures.items()}
+            with ExitStack() as stack:
+                kept, saved = (
+                    (option, stack.enter_context(tempfile.TemporaryDirectory()))
+                    for option in ("--cache-dir", "--slot-save-path")
+                )
+                ours = partial(start_ours, settings, model.path, *shared, *kept, *args.ours)
+                sides = {OURS: Side(ours)}
+                stack.callback(sides[OURS].close)
+                if settings.peers:
+                    theirs = partial(
+                        start_theirs, settings, model.path, *shared, *BEST, *saved, *args.theirs
+                    )
+                    sides[THEIRS] = Side(theirs, SUB_AGENTS + 1)
+                    stack.callback(sides[THEIRS].close)
+                runs.append(replay(sides, phases, settings.tokens))
+        caption = f"{title(model)}, {settings.threads} threads, sessions of {n_session:,} tokens"
+        results = report(caption, [phase.name for phase in phases], n_distinct, runs)
         emit("agents", settings, {"target": model}, results)
+
+
+def report(
+    caption: str,
+    names: Sequence[str],
+    n_distinct: Sequence[int],
+    runs: Sequence[Mapping[str, Sequence[Figures]]],
+) -> dict[str, object]:
+    """Show each phase and the whole day: the most tokens that a run has read, and median seconds."""
+    sides, rows, results = list(runs[0]), [], dict[str, object]()
+    parts = {name: [i] for i, name in enumerate(names)}
+    for name, part in {**parts, "the day": range(len(names))}.items():
+        of_run = [{side: [run[side][i] for i in part] for side in sides} for run in runs]
+        n_read = {side: max(sum(x.n_read for x in run[side]) for run in of_run) for side in sides}
+        times = {side: [sum(x.seconds for x in run[side]) for run in of_run] for side in sides}
+        n_asked = [sum(x.n_asked for x in of_run[0][side]) for side in sides]
+        n_least = sum(n_distinct[i] for i in part)
+        seconds = {side: Spread.of(times[side]) for side in sides}
+        results[name] = {
+            "asked": dict(zip(sides, n_asked, strict=True)), "distinct": n_least, "read": n_read,
+            "seconds": {side: seconds[side].as_dict() for side in sides},
+        }  # fmt: skip
+        rows.append((
+            name, f"{n_asked[0]:,}", f"{n_least:,}", *(f"{n_read[side]:,}" for side in sides),
+            *(pm(seconds[side], 1) for side in sides),
+        ))  # fmt: skip
+    columns = (f"{what}: {side}" for what in ("read", "seconds") for side in sides)
+    table(caption, ("", "prompt tokens", "distinct", *columns), rows)
+    print(f"\nRead: {n_read[OURS] / n_least:.3f} of the distinct tokens", end="")
+    if THEIRS in sides:
+        ratio = Spread.of([a / b for a, b in zip(times[OURS], times[THEIRS], strict=True)])
+        print(f", {n_read[OURS] / n_read[THEIRS]:.2f} of what llama-server reads, in", end=" ")
+        print(f"{pm(ratio)} of its time", end="")
+    print(".")
+    return results
 
 
 if __name__ == "__main__":

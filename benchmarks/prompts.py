@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import llamabranch as lb
-
-__all__ = ["PEOPLE", "PEOPLE_SCHEMA", "PROMPTS", "TASKS", "document"]
+__all__ = ["PEOPLE", "PEOPLE_SCHEMA", "PROMPTS", "TASKS"]
 
 PROMPTS: tuple[str, ...] = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
@@ -18,17 +16,6 @@ PROMPTS: tuple[str, ...] = (
     "Every evening a little bird came to the window and sang, and one evening it said,",
     'One winter night somebody knocked. "Who is there?" asked the old woman.',
 )
-
-
-def document(model: lb.Model, n_tokens: int) -> str:
-    """Return a text of numbered lines, of about so many tokens."""
-    lines: list[str] = []
-    n = 0
-    while n < n_tokens:
-        i = len(lines)
-        lines.append(f"{i + 1}. In month {i % 12 + 1} the borrower pays {900 + i} euros.")
-        n += len(model.tokenize(lines[-1] + "\n", add_special=False))
-    return "\n".join(lines)
 
 
 # Texts that a model of 135M parameters continues sensibly. The answer begins at the end of each.

@@ -5,37 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import NamedTuple
 
 import llamabranch as lb
 
 from .report import Settings
 
-__all__ = ["Answer", "Served", "ToolError", "has_amx", "request", "start_ours", "start_theirs"]
-
+OURS, THEIRS = "llamabranch serve", "llama-server"
 _START_S = 120.0
 
 
 class ToolError(RuntimeError):
     """A program is missing, failed, or answered something that cannot be parsed."""
-
-
-class Answer(NamedTuple):
-    """An answer: the text, and its number of tokens.
-
-    ``n_read``: the prompt tokens that were not cached; 0 if the request did not ask for the usage.
-    """
-
-    text: str
-    n_tokens: int
-    n_read: int = 0
 
 
 class Served:
@@ -58,32 +46,14 @@ class Served:
         except OSError:
             return False
 
-    async def ask(self, body: Mapping[str, object], begun: asyncio.Event | None = None) -> Answer:
-        """Return the answer to a request. The first part of a stream sets ``begun``."""
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        if not body.get("stream"):
-            _, reply = await request(self.port, "POST", path, body)
-            (choice,) = json.loads(reply)["choices"]
-            text = choice["text"] if "text" in choice else choice["message"]["content"]
-            return Answer(text, int(json.loads(reply)["usage"]["completion_tokens"]))
-        reader, writer = await send(self.port, "POST", path, body)
-        parts = []
+    async def stream(self, body: Mapping[str, object]) -> None:
+        """Read the stream of a completion to its end."""
+        streamed = {**body, "stream": True}
+        reader, writer = await send(self.port, "POST", "/v1/completions", streamed)
         with closing(writer):
             while line := await reader.readline():
-                if line.startswith(b"data: {"):
-                    parts.append(line)
-                    if begun is not None:
-                        begun.set()
-                elif line.startswith(b"data: [DONE]"):
+                if line.startswith(b"data: [DONE]"):
                     break
-        events = [json.loads(line[6:]) for line in parts]
-        text = "".join(
-            choice.get("text") or "" for event in events for choice in event.get("choices", ())
-        )
-        limit, n_read = body["max_tokens"], 0
-        if events and (used := events[-1].get("usage")):
-            n_read = used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"]
-        return Answer(text, limit if isinstance(limit, int) else 0, n_read)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
@@ -127,6 +97,19 @@ async def request(
             content += await reader.readexactly(n)
             await reader.readline()
         return status, content
+
+
+@contextmanager
+def alone(name: str, sides: Mapping[str, Served]) -> Iterator[None]:
+    """Stop the other sides in the block: an idle server also uses the processor."""
+    others = [side for other, side in sides.items() if other != name]
+    for side in others:
+        side.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for side in others:
+            side.send_signal(signal.SIGCONT)
 
 
 def _free_port() -> int:

@@ -79,6 +79,20 @@ def token_key(name: str, key: object) -> int:
     return int(text)
 
 
+def byte_count(name: str, value: object) -> int:
+    """Return a number of bytes, at least 0: a whole number, or text such as "8GiB" or "500MB"."""
+    if not isinstance(value, str):
+        return whole(name, value, 0, 2**62)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?)(i?B)?", value, re.IGNORECASE)
+    if found is None:
+        raise ConfigError(
+            f"{name} is a number of bytes, or a size such as 8GiB, not {shown(value)}"
+        )
+    number, unit, ending = found.groups()
+    base = 1000 if unit and (ending or "").lower() == "b" else 1024
+    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+
+
 def real(name: str, value: object) -> float:
     """Return ``value`` as int or float; it may be infinite or NaN.
 

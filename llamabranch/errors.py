@@ -109,6 +109,15 @@ class CacheFullError(CapacityError):
             hint="shorten the prompt, or open the context with a larger n_ctx",
         )
 
+    @classmethod
+    def beside_parent(cls, n_tokens: int, n_kept: int, n_ctx: int) -> CacheFullError:
+        """Return the error of a text that does not fit beside the texts of sessions above its own."""
+        return cls(
+            f"the text has {n_tokens} tokens; the context has room for {n_ctx - n_kept} beside the "
+            f"{n_kept} that are kept for its parent session",
+            hint=f"open the context with n_ctx={n_tokens + n_kept} (-c), or name no parent session",
+        )
+
 
 class QueueFullError(CapacityError):
     """The queue is full: ``max_waiting`` requests are waiting."""

@@ -80,7 +80,8 @@ def load(
             - ``kv_type`` ("f16", "bf16", "q8_0", ...; "auto" = f16, or bf16 in an exact context) and
               ``flash_attention`` (True, False, or "auto" = wherever llama.cpp can).
             - ``prefix_cache``: keep K/V for prompts that begin alike (on after the first ``complete``,
-              ``chat`` or ``AsyncEngine``).
+              ``chat`` or ``AsyncEngine``). ``cache_dir``: a folder that keeps it after the context is
+              closed, and gives it to the next one; ``cache_size``: the most bytes of it ("8GiB").
             - For models whose memory cannot drop the end of a text, such as recurrent ones:
               ``checkpoint_ram`` is how many bytes of host memory hold earlier states (512 MiB).
               ``n_rs_seq`` is how many of the latest states are kept, so that drafts are verified

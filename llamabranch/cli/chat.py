@@ -220,7 +220,9 @@ class ChatSession:
         self._console.note(f"branch {self.chat.current}{after}")
 
 
-@with_options("max_tokens", "system", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "verbose")
+@with_options(
+    "max_tokens", "system", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "cache_dir", "verbose"
+)
 def chat(
     given: Given,
     console: Console,

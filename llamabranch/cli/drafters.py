@@ -106,7 +106,8 @@ def _open(part: str, given: Given, target: lb.Context, console: Console) -> Draf
         ctx = console.resources.enter_context(lb.Context(target.model, target=target))
     else:
         options = given.load_options() | {"n_ctx": target.n_ctx, "n_seq_max": target.n_seq_max}
-        options.pop("chat_template", None)
+        for name in ("chat_template", "cache_dir"):
+            options.pop(name, None)
         is_head = Model.is_head(hub.resolve(part, download=None))
         ctx = load(part, console, target=target if is_head else None, **options)
     if ctx.target is None:

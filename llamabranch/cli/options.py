@@ -128,6 +128,9 @@ class Given:
     flash_attn: str = shared(
         "auto", "-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"
     )
+    cache_dir: str | None = shared(
+        None, "--cache-dir", "What was read is kept here.", MODEL, metavar="DIR"
+    )
     as_json: bool = shared(False, "--json", "Print one JSON object and nothing else.", OUTPUT)
     verbose: bool = shared(
         False, "-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT
@@ -216,7 +219,8 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        options = self.load_options() | more | self.set("load")
+        folder = {} if self.cache_dir is None else {"cache_dir": self.cache_dir}
+        options = self.load_options() | folder | more | self.set("load")
         if not options.get("n_ctx"):
             trained = trained_length(name) or MOST_CELLS
             n_texts = min(n_texts, options.get("n_seq_max", n_texts))
@@ -232,7 +236,7 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
     the command with one line and an exit code.
     """
     types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
-    names = names or tuple(known)
+    names = names or tuple(name for name in known if name != "cache_dir")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)

@@ -19,7 +19,9 @@ SERVER = "Server"
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
-@with_options("max_tokens", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, *opt.OUTPUT_OPTIONS)
+@with_options(
+    "max_tokens", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "cache_dir", *opt.OUTPUT_OPTIONS
+)
 def serve(
     given: Given,
     console: Console,

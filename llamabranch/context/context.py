@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, Unpack
 
-from ..arguments import choice, instance, plain_int, real, shown, whole
+from ..arguments import byte_count, choice, instance, plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
     ConfigError,
@@ -98,8 +98,9 @@ class Context:
         self._head: Context | None = None
         self.prefix_cache = None
         if resolved.prefix_cache:
+            n_bytes = byte_count("cache_size", resolved.cache_size)
             try:
-                store = None if folder is None else PrefixStore(folder, resolved.cache_size, self)
+                store = None if folder is None else PrefixStore(folder, n_bytes, self)
             except BaseException:
                 self.decoder.close()
                 raise

@@ -32,6 +32,8 @@ Span = tuple[int, int]  # the first and the last position of a sequence
 END = 1 << 31  # a position after all others
 MOST_WITH_WINDOW = max_sequences() // 2  # sequences whose window can be kept; each has a shadow
 
+_BEGINNING = MOST_WITH_WINDOW - 1  # holds the beginning of a text for a moment, otherwise empty
+_POINT_STEP, _MOST_POINTS = 512, 16  # windows of a text that are kept with a copy of it
 _MOVED = max_sequences() - 2  # holds cells while they are moved; otherwise empty
 _RECLAIMED_PART = 8  # the prefix cache frees at least 1/8 of the cache when cells are needed
 
@@ -386,6 +388,13 @@ class Memory:
             raise
         return True
 
+    def points(self, seq_id: int, start: int) -> list[Checkpoint]:
+        """Return what a copy of a sequence needs to be used in part: states after ``start`` tokens."""
+        return []
+
+    def set_points(self, seq_id: int, points: Iterable[Checkpoint]) -> None:
+        """Keep checkpoints of a sequence, if this memory has any."""
+
     @property
     def can_move(self) -> bool:
         """True if all cells can be copied out and back, bit for bit, so that their order is kept."""
@@ -394,6 +403,16 @@ class Memory:
         return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted
+    def raw_piece(self, seq_id: int, start: int) -> State:
+        """Return the state of a sequence, from position ``start`` on if it ``can_move``; a copy."""
+        if not self.can_move:
+            return self.handle.state(seq_id)
+        try:
+            self.handle.copy(seq_id, _MOVED, start, -1)
+            return self.handle.state(_MOVED)
+        finally:
+            self.handle.remove(_MOVED, 0, -1)
+
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
 
@@ -402,11 +421,7 @@ class Memory:
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
-        try:
-            self.handle.copy(seq_id, _MOVED, start, -1)
-            return self.state_layout.joined([(self.handle.state(_MOVED), start, END)])
-        finally:
-            self.handle.remove(_MOVED, 0, -1)
+        return self.state_layout.joined([(self.raw_piece(seq_id, start), start, END)])
 
     @uninterrupted
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
@@ -476,7 +491,8 @@ class Windowed(Memory):
         self, handle: ContextHandle, state_layout: StateLayout | None, window: int
     ) -> None:
         super().__init__(handle, state_layout)
-        self.spare_seq_ids = range(handle.n_seq_max, MOST_WITH_WINDOW)  # the others are shadows
+        # The ids above are shadows.
+        self.spare_seq_ids = range(handle.n_seq_max, _BEGINNING)
         self._window = window
         self._shadowed: dict[int, int] = {}  # each shadow holds its sequence up to here
         self.append = self._append
@@ -507,6 +523,23 @@ class Windowed(Memory):
         """
         first = max(0, self.cells.first_position(seq_id), n - self._window + 1)
         return n if not n or self.handle.position_range(seq_id)[0] <= first else 0
+
+    @uninterrupted
+    def points(self, seq_id: int, start: int) -> list[Checkpoint]:
+        """Return the windows after some beginnings of a sequence. A saved state has only the last."""
+        points, end = list[Checkpoint](), self.next_position(seq_id)
+        step = max(_POINT_STEP, (end - start) // _MOST_POINTS)
+        if self.handle.n_seq_max > _BEGINNING:
+            return points
+        self.cells.make_sequence(_BEGINNING)
+        for n in (*range(start + step, end - 1, step), end - 1):
+            if n > start and self.usable(seq_id, n) == n:
+                try:
+                    self.fork(seq_id, _BEGINNING, n)
+                    points.append(Checkpoint(n, self.handle.partial_state(_BEGINNING), None))
+                finally:
+                    self.drop(_BEGINNING, 0)
+        return points
 
     def _fork(self, source: int, target: int, n: int, n_held: int) -> None:
         super()._fork(source, target, n, n_held)
@@ -654,6 +687,14 @@ class States(Memory):
             checkpoints.add(seq_id, point)
         else:  # existing checkpoints stay, and no other is taken
             checkpoints.max_bytes = 0
+
+    def points(self, seq_id: int, start: int) -> list[Checkpoint]:
+        """Return the checkpoints of a sequence after ``start``."""
+        return [point for point in self.checkpoints.of(seq_id) if point.n_tokens > start]
+
+    def set_points(self, seq_id: int, points: Iterable[Checkpoint]) -> None:
+        """Add checkpoints to those of a sequence."""
+        self.checkpoints.merge(seq_id, points)
 
     def row(self, seq_id: int) -> Row | None:
         """Return the logits after the last token, if a checkpoint there has them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TypedDict
 
-from ..arguments import choice, real, whole
+from ..arguments import byte_count, choice, real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native.context import (
@@ -62,7 +62,7 @@ class ContextOptions(TypedDict, total=False):
     prefix_cache: bool | None
     checkpoint_ram: int
     cache_dir: str | PathLike[str] | None
-    cache_size: int
+    cache_size: int | str
     n_rs_seq: int | str
     rope_scaling: str | None
     rope_freq_base: float
@@ -119,7 +119,7 @@ class ContextParams:
             read back from there if that takes less time, after a restart too. Several contexts and
             processes may use one folder; a file is used only where the K/V would be the same. It turns
             the prefix cache on.
-        cache_size: the most bytes of the files; the least recently used are deleted (8 GiB).
+        cache_size: the most bytes of the files ("8GiB", or a number); the least recently used go first.
         n_rs_seq: how many states of the last tokens of each sequence llama.cpp keeps, if the memory is
             recurrent or hybrid and the model's architecture supports it. Drafts of up to this many
             tokens are verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these
@@ -147,7 +147,7 @@ class ContextParams:
     prefix_cache: bool | None = None
     checkpoint_ram: int = 512 << 20
     cache_dir: str | PathLike[str] | None = None
-    cache_size: int = 8 << 30
+    cache_size: int | str = "8GiB"
     n_rs_seq: int | str = "auto"
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
@@ -168,6 +168,7 @@ class ContextParams:
             raise ConfigError(f"exact must be True or False, not {self.exact!r}")
         for name in ("exact", "swa_full", "offload_kqv"):
             object.__setattr__(self, name, bool(getattr(self, name)))
+        byte_count("cache_size", self.cache_size)
         if self.cache_dir is not None:
             if self.prefix_cache is False:
                 raise ConfigError("cache_dir needs the prefix cache: leave prefix_cache=False out")
@@ -302,7 +303,6 @@ _RANGES = {
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
     "checkpoint_ram": (0, 2**62),
-    "cache_size": (0, 2**62),
 }
 _REQUIRED = (
     "n_batch",

@@ -318,12 +318,24 @@ class PrefixCache:
     def _protected(self) -> set[int]:
         """Return the sequences of the longest texts of sessions above a session that runs."""
         running = self.sessions.running() + ([] if self.asker is None else [self.asker])
-        above = {
-            session for below in running for session in below.ancestors() if session is not below
-        }
+        kept = (*self._above(running), self._shared)
+        return {text.seq_id for text in kept if text is not None}
+
+    def _above(self, sessions: Iterable[Session]) -> list[CachedPrefix]:
+        """Return the longest text of each session above some sessions."""
+        above = {each for below in sessions for each in below.ancestors() if each is not below}
         kept = ([text for text in self._kept if text.session is session] for session in above)
-        longest = [max(texts, key=lambda text: len(text.tokens)) for texts in kept if texts]
-        return {text.seq_id for text in (*longest, self._shared) if text is not None}
+        return [max(texts, key=lambda text: len(text.tokens)) for texts in kept if texts]
+
+    def n_kept_above(self, session: Session, tokens: Sequence[int]) -> int:
+        """Return how many cells a text cannot have because sessions above its own hold them.
+
+        Cells that it shares with them are not counted.
+        """
+        with self._memory.handle.lock:
+            texts = self._above([session])
+            used, _ = self._memory.cells.count({text.seq_id for text in texts})
+            return used - max((n_common(text.tokens, tokens) for text in texts), default=0)
 
     @uninterrupted
     def evict_text(self) -> bool:

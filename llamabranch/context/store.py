@@ -25,6 +25,7 @@ from queue import Queue
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import (
     CacheFolderWarning,
@@ -41,16 +42,19 @@ from ..native.library import engine_versions, system_info
 from ..native.state_layout import State
 from .checkpoints import Checkpoint
 from .kv_file import Arrays, HasKV, KVCompatibility, read_arrays, read_head, write
-from .memory import END, States, Windowed
+from .memory import END
 
 MIN_STORED = 512  # tokens; shorter texts are not worth a file
 _MIN_GAINED = 8  # tokens
 _PIECE = 2048  # the most tokens of a segment whose K/V can be cut
 _MAGIC = b"\x89LBSTORE"
 _ENDING = ".kv"
-_NAME = re.compile(r"\.?[0-9a-f]{16}-[0-9a-f]{15,32}\.(kv|[0-9a-f]{16})")  # also a temporary file's
+# The names of segments, and of the temporary files of this folder.
+_NAME = re.compile(
+    r"[0-9a-f]{16}-[0-9a-f]{32}\.kv|\.[0-9a-f]{16}(-[0-9a-f]{15}|\.sha256)\.[0-9a-f]{16}"
+)
 _STALE_NS = 60 * 10**9  # a temporary file that was not written for so long is a dead process's
-_MOST_WAITING = 4  # texts that wait until they are written
+_MOST_WAITING = 2  # texts that wait until they are written
 _KNOWN_S = 600  # how long the measured speed of the folder counts
 _NO_FLOATS = np.empty(0)
 
@@ -94,28 +98,19 @@ class Found:
     """K/V read from the folder.
 
     Attributes:
-        n: how many tokens of the prompt it has.
         start, end: the positions of the K/V.
         pieces: states, each with the start and the end of what is used of it.
-        points: checkpoints.
+        points: the checkpoints up to the end.
         path: the segments.
         seconds: how long it took to read.
     """
 
-    n: int
     start: int
     end: int
     path: list[Segment]
     pieces: list[tuple[State, int, int]] = field(default_factory=list)
     points: list[Checkpoint] = field(default_factory=list)
     seconds: float = 0.0
-
-
-def _parse(metadata: bytes) -> _About:
-    try:
-        return msgspec.json.decode(metadata, type=_About)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise SnapshotError(f"the metadata is invalid: {error}") from error
 
 
 def open_folder(path: str | os.PathLike[str]) -> Path:
@@ -146,7 +141,7 @@ class PrefixStore:
 
     Raises:
         UnsupportedError: llama.cpp writes the K/V in an unknown form.
-        SnapshotError: the model's file was changed after it was loaded.
+        UsageError: the model's file was changed after it was loaded.
     """
 
     def __init__(self, folder: Path, max_bytes: int, ctx: HasKV) -> None:
@@ -156,6 +151,7 @@ class PrefixStore:
         self._folder, self._max_bytes = folder, max_bytes
         self._memory, self._layout = ctx.kv_cache, layout
         # Everything that the K/V of given tokens depends on, to the bit.
+        ctx.model.remember_fingerprint(folder)
         about = asdict(KVCompatibility.of(ctx)) | engine_versions()
         about |= {
             "model": "", "system": system_info(), "exact": ctx.params.exact,
@@ -163,7 +159,6 @@ class PrefixStore:
             "layout": repr(layout), "memory": type(self._memory).__name__,
         }  # fmt: skip
         self._scope = digest(about)
-        self._n_cut = int(isinstance(self._memory, Windowed))  # how much a restored text can be cut
         self._segments: dict[str, Segment] = {}
         self._seen: object = None  # the state of the folder when it was last listed
         self._clock = 0  # the latest time of use
@@ -175,7 +170,7 @@ class PrefixStore:
         self._jobs: Queue[list[Segment] | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
 
-    def _key(self, parent: str, start: int, tokens: Sequence[int]) -> str:
+    def _key(self, parent: str, start: int, tokens: npt.ArrayLike) -> str:
         content = np.array(tokens, "<i4").tobytes()
         about = f"{self._scope} {parent} {start} ".encode()
         return f"{self._scope}-{hashlib.sha256(about + content).hexdigest()[:32]}"
@@ -230,24 +225,32 @@ class PrefixStore:
         """
         with self._path(key).open("rb") as file:
             head, metadata = read_head(file, _MAGIC)
-            tokens = np.frombuffer(file.read(4 * head.n_tokens), "<i4").tolist()
-        about = _parse(metadata)
-        if self._key(about.parent, about.start, tokens) != key:
-            raise SnapshotError("the file has another name")
+            tokens = np.frombuffer(file.read(4 * head.n_tokens), "<i4")
+        about = self._parse(key, metadata, tokens)
         points = [position for position, _ in about.points]
-        return Segment(key, about.parent, about.start, tokens, points, n_bytes)
+        return Segment(key, about.parent, about.start, tokens.tolist(), points, n_bytes)
 
     def _contents(self, key: str) -> tuple[State, list[Checkpoint]]:
         """Return the state and the checkpoints of a file; errors as for ``_open``."""
         with self._path(key).open("rb") as file:
             head, metadata = read_head(file, _MAGIC)
-            state, points = read_arrays(file, head).state, _parse(metadata).points
+            tokens, _, _, state = read_arrays(file, head)
+        points = self._parse(key, metadata, tokens).points
         end = len(state) - sum(size for _, size in points)
         checkpoints, at = list[Checkpoint](), end
         for position, size in points:
             checkpoints.append(Checkpoint(position, state[at : at + size], None))
             at += size
         return state[: max(end, 0)], checkpoints
+
+    def _parse(self, key: str, metadata: bytes, tokens: npt.NDArray[np.int32]) -> _About:
+        try:
+            about = msgspec.json.decode(metadata, type=_About)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise SnapshotError(f"the metadata is invalid: {error}") from error
+        if self._key(about.parent, about.start, tokens) != key:
+            raise SnapshotError("the file has another name")
+        return about
 
     def _discard(self, segment: Segment, *, damaged: bool = True) -> None:
         """Forget a segment until the folder changes; if its file is damaged, delete it."""
@@ -270,11 +273,11 @@ class PrefixStore:
             if matched.get(segment.parent, -1) < n:
                 continue
             if segment.tokens[:1] == tokens[n : n + 1]:
-                n += n_common(segment.tokens, tokens[n:])
+                n += n_common(segment.tokens, tokens[n : segment.end])
             matched[segment.key] = n
             if n > common[0]:
                 common = n, segment.key
-            if n < segment.end - self._n_cut and not self._layout.is_cells_only:
+            if n < segment.end and not self._layout.is_cells_only:
                 n = max((point for point in segment.points if point <= n), default=0)
             if n > usable[0]:
                 usable = n, segment.key
@@ -296,7 +299,7 @@ class PrefixStore:
         ``n_held`` of them need not be read.
         """
         found = self._worth(tokens, n_held)
-        return n_held if found is None else found.n
+        return n_held if found is None else found.end
 
     def _worth(self, tokens: Sequence[int], n_held: int) -> Found | None:
         """Return what to read, if reading it takes less time than decoding the tokens."""
@@ -305,13 +308,12 @@ class PrefixStore:
             return None
         path = self._path_to(key)
         start = n_held if self._memory.can_move else 0
-        end = n if self._layout.is_cells_only else path[0].end
         decoding = self._memory.tokens_per_s
         n_bytes = sum(segment.n_bytes for segment in path if segment.end > start)
         is_known = decoding > 0 and time.monotonic() < self._known_until
         if is_known and n_bytes / self._speed > (n - n_held) / decoding:
             return None
-        return Found(n, start, end, path)
+        return Found(start, n, path)
 
     def read(self, tokens: Sequence[int], n_held: int) -> Found | None:
         """Read K/V of ``tokens`` beyond the first ``n_held``, and make room for it; None = a miss."""
@@ -352,17 +354,21 @@ class PrefixStore:
         """
         memory, layout = self._memory, self._layout
         n_held = memory.next_position(seq_id)
-        if n_held < found.start or n_held >= found.n:
+        if n_held < found.start or n_held >= found.end:
             return n_held
         start, began = n_held if memory.can_move else 0, time.perf_counter()
         pieces = [
             (state, max(low, start), high) for state, low, high in found.pieces if high > start
         ]
         try:
-            state = layout.joined(pieces)
+            rest = next((p.state for p in found.points if p.n_tokens == found.end), None)
+            state = layout.joined(pieces, rest)
             layout.check(state, found.end, start)
-            for point in found.points:
-                layout.partial.check(point.state, point.n_tokens)
+            if not memory.can_draft:
+                for point in found.points:
+                    layout.partial.check(point.state, point.n_tokens)
+        except MemoryError:
+            return n_held
         except (SnapshotError, ValueError, IndexError):  # somebody has forged the checksums
             for segment in found.path:
                 self._discard(segment)
@@ -373,10 +379,8 @@ class PrefixStore:
             else:
                 memory.drop(seq_id, 0)
                 memory.set_state(seq_id, state, found.end)
-            if isinstance(memory, States) and memory.next_position(seq_id):
-                memory.checkpoints.merge(seq_id, found.points)
-            if found.n < found.end:
-                memory.cut(seq_id, found.n)
+            if memory.next_position(seq_id):
+                memory.set_points(seq_id, found.points)
             n_bytes = sum(len(state) for state, _, _ in found.pieces)
             self._speed = n_bytes / (found.seconds + time.perf_counter() - began)
             self._known_until = time.monotonic() + _KNOWN_S
@@ -396,13 +400,12 @@ class PrefixStore:
         # A segment of which less than half is used takes longer to read than it saves.
         while path and 2 * (n - path[0].start) < len(path[0].tokens):
             n = path.pop(0).start
-        memory, points = self._memory, list[Checkpoint]()
+        memory = self._memory
         try:
-            state = memory.piece(seq_id, n) if memory.can_move else memory.handle.state(seq_id)
+            points = memory.points(seq_id, n)
+            state = memory.raw_piece(seq_id, n)
         except (SnapshotError, MemoryError):
             return
-        if isinstance(memory, States):
-            points = [point for point in memory.checkpoints.of(seq_id) if point.n_tokens > n]
         if not 0 < len(state) <= self._max_bytes:
             return
         size = _PIECE if self._layout.is_cells_only else END
@@ -422,7 +425,8 @@ class PrefixStore:
 
     def _work(self) -> None:
         while (path := self._jobs.get()) is not None:
-            self._write(path)
+            with suppress(CacheFolderWarning):  # warnings may be errors
+                self._write(path)
 
     def _write(self, path: list[Segment]) -> None:
         """Write the segments of a text that are not written yet. It needs no lock."""

@@ -48,9 +48,10 @@ def written_history(
                 name = message.get("name") or names.get(answered_id) or "the function"
                 changed = {"role": "user", "content": f"Result of {name}:\n{message['content']}"}
         follows_result = index > 0 and messages[index - 1]["role"] in ("tool", "function")
-        if changed["role"] == "user" and follows_result and "tool" not in roles:
+        is_apart = "tool" in roles and turns.asks_after_results
+        if changed["role"] == "user" and follows_result and not is_apart:
             before = written.pop()  # templates refuse two messages of the user in a row
-            changed["content"] = f"{before['content']}\n\n{changed['content']}"
+            changed = {**before, "content": f"{before['content']}\n\n{changed['content']}"}
         if role == "assistant" and turns.thought_end and "reasoning_content" not in changed:
             changed = _with_thought(changed, turns)
         written.append(changed)

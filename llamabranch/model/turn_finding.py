@@ -56,6 +56,7 @@ class TurnParts:
             separately from the content.
         short_ids: it refuses ids of calls that are not nine letters and digits.
         roles: the roles among "system", "developer" and "tool" that it writes.
+        asks_after_results: it takes a message of the user after the result of a function.
         reason: why thoughts or calls were not found; "" if they were.
     """
 
@@ -78,6 +79,7 @@ class TurnParts:
     takes_thoughts: bool = False
     short_ids: bool = False
     roles: frozenset[str] = frozenset()
+    asks_after_results: bool = True
     reason: str = ""
 
     @property
@@ -137,6 +139,7 @@ def _answers(as_text: bool, tools: Mapping[str, object]) -> dict[str, Mapping[st
     answers["long"] = json.loads(json.dumps(answers["one"]).replace(_IDS[0], f"call_{_IDS[0]}x24"))
     result = {"role": "tool", "content": "Rez zresult", "tool_call_id": _IDS[0], "name": _NAME}
     answers["tool"] = [*answers["one"], {**result}]
+    answers["tool, user"] = [*answers["tool"], *_ASKED]
     return {kind: {"messages": messages, **tools} for kind, messages in answers.items()}
 
 
@@ -271,6 +274,7 @@ class _Finder:
             takes_thoughts=self._takes_thoughts(parts),
             short_ids="long" in seen.faults and "one" in seen.texts,
             roles=frozenset(roles),
+            asks_after_results="tool, user" not in seen.faults or "tool" in seen.faults,
             reason="; ".join(self._reasons),
         )
 

@@ -130,20 +130,24 @@ class StateLayout:
         """The layout of the part of a state that cannot be cut: states and cells of windows."""
         return replace(self, parts=tuple(part for part in self.parts if part.kind != _CELLS))
 
-    def joined(self, pieces: Sequence[tuple[State, int, int]]) -> State:
+    def joined(self, pieces: Sequence[tuple[State, int, int]], rest: State | None = None) -> State:
         """Return one state with the cells of several: those of positions [start, end) of each.
 
-        Windows and recurrent states are those of the last one. Each cell gets an owner: llama.cpp
-        writes none for sequences with ids of n_seq_max or more, but restores only cells that have
-        one. Any owner will do.
+        Each cell gets an owner: llama.cpp writes none for sequences with ids of n_seq_max or more,
+        but restores only cells that have one. Any owner will do.
 
         Args:
             pieces: states of this layout, each with its start and end.
+            rest: a ``partial`` state, whose windows and recurrent states are taken; None = those of
+                the last piece.
         """
         last = pieces[-1][0]
+        others = iter(()) if rest is None else self.partial._caches(rest)
         written = [last[:_BEFORE_STREAMS]]
         for caches in zip(*(self._caches(state) for state, _, _ in pieces), strict=True):
             kind, head, cells, tensors = caches[-1]
+            if kind != _CELLS:
+                kind, head, cells, tensors = caches[-1] if rest is None else next(others)
             if kind == _RECURRENT:
                 written.append(head)
                 continue
@@ -153,7 +157,7 @@ class StateLayout:
                     _between(cache[2], start, end)
                     for cache, (_, start, end) in zip(caches, pieces, strict=True)
                 ]
-            sources = caches[-len(chosen) :]
+            sources = caches if kind == _CELLS else [(kind, head, cells, tensors)]
             rows = np.concatenate([c[2][cut] for c, cut in zip(sources, chosen, strict=True)])
             owned = np.zeros((len(rows), rows.shape[1] + 4), dtype=np.uint8)
             owned[:, :-4] = rows
@@ -161,7 +165,9 @@ class StateLayout:
             written += [_number(1), _number(len(rows)), owned.reshape(-1), head]
             for i, (name, _) in enumerate(tensors):
                 parts = [c[3][i][1][:, cut] for c, cut in zip(sources, chosen, strict=True)]
-                written += [name, np.concatenate(parts, axis=1).reshape(-1)]
+                if len(parts[0]) > 1:  # rows of values, in which each cell has a number
+                    parts = [np.concatenate(parts, axis=1)]
+                written += [name, *(part.reshape(-1) for part in parts)]
         return np.concatenate(written)
 
     def _caches(self, state: State) -> Iterator[_Cache]:

@@ -22,6 +22,7 @@ from ..model import Message, Model
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
 
+DEFAULT_TTL_S = 600.0  # how long a session is kept after its last request
 _ID = re.compile(r"-?[0-9]+")
 # Fields of OpenAI's API that do not change the text.
 _IGNORED = {
@@ -152,6 +153,9 @@ class RequestFields(TypedDict):
     stop_tokens: Sequence[int]
     n: int
     priority: int
+    session_id: str | None
+    parent_session_id: str | None
+    ttl: float
 
 
 class TextFields(SamplingFields, kw_only=True):
@@ -169,6 +173,9 @@ class TextFields(SamplingFields, kw_only=True):
     regex: str | None = None
     choices: list[str] | None = None
     priority: int | None = None
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    ttl: float | None = None
 
     def limit(self, *otherwise: int | None) -> int | None:
         """Return the most tokens, or the first of ``otherwise`` that is set; None = no limit.
@@ -196,6 +203,9 @@ class TextFields(SamplingFields, kw_only=True):
             "stop_tokens": self.stop_tokens or (),
             "n": self.n or 1,
             "priority": self.priority or 0,
+            "session_id": self.session_id,
+            "parent_session_id": self.parent_session_id,
+            "ttl": DEFAULT_TTL_S if self.ttl is None else self.ttl,
         }
 
     def text_grammar(self) -> Grammar | None:

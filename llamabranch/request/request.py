@@ -28,7 +28,7 @@ from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.constraint import ConstraintCalls, ConstraintLike
 from ..sampling.grammar import Grammar, turn_grammar
 from ..sampling.params import check_names, settings_of
-from .fields import line_of
+from .fields import DEFAULT_TTL_S, line_of
 
 T = TypeVar("T", default=object)  # the type of parsed values
 
@@ -207,7 +207,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     add_generation_prompt: bool | None = None
     session_id: str | None = None
     parent_session_id: str | None = None
-    ttl: float = 600.0
+    ttl: float = DEFAULT_TTL_S
 
     def __post_init__(self) -> None:
         self._set(prompt=_checked_prompt(self.prompt))
@@ -331,8 +331,9 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         The object has ``prompt`` (text or token ids) or ``messages``. It may have ``id`` or
         ``custom_id``, ``max_tokens``, ``min_tokens``, ``stop``, ``stop_tokens``, one of ``grammar``
         (GBNF), ``json_schema``, ``regex``, ``choices`` (a list of texts) and OpenAI's
-        ``response_format``, and ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
-        ``prompt_logprobs``, ``parse_special``, and the settings of `SamplingParams`. A value of None
+        ``response_format``, and ``n``, ``priority``, ``session_id``,
+        ``parent_session_id``, ``ttl``, ``logprobs``, ``top_logprobs``, ``prompt_logprobs``,
+        ``parse_special``, and the settings of `SamplingParams`. A value of None
         counts as left out.
 
         Args:

@@ -231,6 +231,12 @@ class Scheduler:
             self.active.append(choice)
             choice.state = State.RUNNING
             return True
+        session, prefixes = choice.job.session, self._ctx.prefix_cache
+        if session is not None and prefixes is not None:
+            n_kept = prefixes.n_kept_above(session, choice.to_cache)
+            if n_tokens + n_kept > self._ctx.n_ctx:
+                choice.error = CacheFullError.beside_parent(n_tokens, n_kept, self._ctx.n_ctx)
+                return True
         self.records.note_asker(choice)
         with self._ctx.lock:  # another thread may close the context, or decode
             self._ctx.decoder.check_open()

@@ -48,14 +48,6 @@ class RedactedBlock(Struct, tag="redacted_thinking"):
     """An encrypted thought of Anthropic's models; it is left out."""
 
 
-class ImageBlock(Struct, tag="image"):
-    """An image, which is refused."""
-
-
-class DocumentBlock(Struct, tag="document"):
-    """A document, which is refused."""
-
-
 class ToolUseBlock(Struct, tag="tool_use"):
     """An earlier call of a function."""
 
@@ -68,7 +60,7 @@ class ToolResultBlock(Struct, tag="tool_result"):
     """What a function returned."""
 
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    content: str | list[TextBlock] | None = None
     is_error: bool | None = None
 
     @property
@@ -78,15 +70,7 @@ class ToolResultBlock(Struct, tag="tool_result"):
         return ("Error: " if self.is_error else "") + "\n".join(parts)
 
 
-Block = (
-    TextBlock
-    | ThinkingBlock
-    | RedactedBlock
-    | ImageBlock
-    | DocumentBlock
-    | ToolUseBlock
-    | ToolResultBlock
-)
+Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
 
 
 class SentMessage(Struct):
@@ -99,7 +83,7 @@ class SentMessage(Struct):
         """Return its blocks.
 
         Raises:
-            ConfigError: another role writes such a block, or it is an image or a document.
+            ConfigError: messages of this role have no such blocks.
         """
         if isinstance(self.content, str):
             return [TextBlock(self.content)]
@@ -109,22 +93,11 @@ class SentMessage(Struct):
             if (is_answer and self.role != "assistant") or (is_asked and self.role != "user"):
                 kind = type(block).__struct_config__.tag
                 raise ConfigError(f"a message of the {self.role} cannot have a {kind} block")
-            _texts([block])
         return self.content
 
 
 def _texts(blocks: Iterable[Block]) -> list[str]:
-    """Return the text of each text block.
-
-    Raises:
-        ConfigError: there is an image or a document, also in a result.
-    """
-    for block in blocks:
-        if isinstance(block, (ImageBlock, DocumentBlock)):
-            kind = type(block).__struct_config__.tag
-            raise ConfigError(f"{kind} blocks are not supported: the model reads only text")
-        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-            _texts(block.content)
+    """Return the text of each text block."""
     return [block.text for block in blocks if isinstance(block, TextBlock)]
 
 
@@ -132,7 +105,7 @@ class SentTool(Struct):
     """A function that the model may call."""
 
     name: str
-    description: str | None = None
+    description: str = ""  # there is always one, because some templates need it
     input_schema: dict[str, object] | None = None
     type: str | None = None
     strict: bool | None = None
@@ -148,10 +121,11 @@ class SentTool(Struct):
                 f"{self.name} has no input_schema: Anthropic's own tools"
                 f" ({self.type or 'such as web_search_20250305'}) are not supported"
             )
-        given = {"description": self.description, "strict": self.strict}
-        more = {name: value for name, value in given.items() if value}
-        function = {"name": self.name, **more, "parameters": self.input_schema}
-        return {"type": "function", "function": function}
+        function: dict[str, object] = {
+            "name": self.name, "description": self.description, "parameters": self.input_schema,
+        }  # fmt: skip
+        strict = {"strict": True} if self.strict else {}
+        return {"type": "function", "function": function | strict}
 
 
 class ToolChoice(Struct):
@@ -170,9 +144,10 @@ class ThinkingConfig(Struct):
 
 
 class OutputConfig(Struct):
-    """The form of the answer."""
+    """The form of the answer, and how much the model thinks, if its template can say that."""
 
     format: ResponseFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class MessagesFields(HttpFields, kw_only=True):
@@ -186,13 +161,24 @@ class MessagesFields(HttpFields, kw_only=True):
     thinking: ThinkingConfig | None = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None  # from older clients
+    thread: dict[str, object] | None = None
+    compaction: dict[str, object] | None = None
+    mcp_servers: list[object] | None = None
 
     def chat(self) -> ChatFields:
         """Return the request as one of the chat endpoint.
 
         Raises:
-            ConfigError: a block or a tool is not supported; the message says where it is.
+            HttpError, ConfigError: a field, a block or a tool is not supported; the message names it.
         """
+        if self.thread:  # the client then sends the whole conversation, if it gets these details
+            message = "thread is not supported: send the whole conversation"
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise HttpError(400, message, param="thread", details=details)
+        for name in ("compaction", "mcp_servers"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is not supported")
         fields = ChatFields(messages=self._conversation())
         for name in HttpFields.__struct_fields__:
             setattr(fields, name, getattr(self, name))
@@ -201,7 +187,8 @@ class MessagesFields(HttpFields, kw_only=True):
         for index, tool in enumerate(self.tools or ()):
             with placed(f"tools[{index}]"):
                 fields.tools.append(tool.function())
-        choice, thinking, output = self.tool_choice, self.thinking, self.output_config
+        choice, thinking = self.tool_choice, self.thinking
+        output = self.output_config or OutputConfig()
         if choice is not None:
             fields.tool_choice = "required" if choice.type == "any" else choice.type
             if choice.type == "tool":
@@ -210,8 +197,8 @@ class MessagesFields(HttpFields, kw_only=True):
         if thinking is not None and thinking.type in ("enabled", "disabled"):
             budget = True if thinking.budget_tokens is None else thinking.budget_tokens
             fields.thinking = thinking.type == "enabled" and budget
-        if output is not None and output.format is not None:
-            fields.response_format = output.format
+        fields.reasoning_effort = "high" if output.effort in ("xhigh", "max") else output.effort
+        fields.response_format = output.format or self.output_format or self.response_format
         return fields
 
     def _conversation(self) -> list[dict[str, object]]:

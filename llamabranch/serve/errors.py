@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 
 from .. import errors
 
@@ -25,15 +26,22 @@ class HttpError(Exception):
         message: what is wrong, and what to do about it.
         param: the field of the request that is wrong.
         kind: the type of the error; None = the usual type for the status.
+        details: more about it, for Anthropic's clients.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, kind: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
         kind = kind or _TYPES.get(status, "invalid_request_error")
         error = {"message": message, "type": kind, "param": param, "code": status}
-        self.status = status
+        self.status, self._details = status, details
         self.body = {"error": error}
         self.headers = {"retry-after": "1"} if status in (429, 503) else {}
 
@@ -42,7 +50,9 @@ class HttpError(Exception):
         if door != "messages":
             return {**self.body}
         kind = _ANTHROPIC.get(self.status, self.body["error"]["type"])
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        error: dict[str, object] = {"type": kind, "message": str(self)}
+        more = {} if self._details is None else {"details": self._details}
+        return {"type": "error", "error": error | more}
 
 
 def door_of(path: str) -> str:

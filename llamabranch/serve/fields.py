@@ -43,8 +43,6 @@ class HttpFields(TextFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     token_details: bool | None = None
-    session_id: str | None = None
-    parent_session_id: str | None = None
     ephemeral: bool | None = None
     metadata: dict[str, object] | None = None
 

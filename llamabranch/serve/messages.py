@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+_REFUSED = re.compile("^Invalid (?:enum )?value ('.*')(?= - at `)", re.DOTALL)  # msgspec's words
 
 
 async def json_of(request: Request, kind: type[T]) -> T:
@@ -32,7 +34,8 @@ async def json_of(request: Request, kind: type[T]) -> T:
         request.state.fields = fields = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         place = str(error).partition(" - at `$.")[2] or str(error).partition(" field `")[2]
-        raise HttpError(400, str(error), param=place.rstrip("`") or None) from None
+        message = _REFUSED.sub(r"\1 is not supported", str(error))
+        raise HttpError(400, message, param=place.rstrip("`") or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
     return fields

@@ -133,9 +133,10 @@ class Page:
         return reply(file[0], kind=file[1])
 
     async def _session(self, call: Request) -> Response:
-        """Give a session cookie for the token of a link, unless it is used, expired or wrong."""
-        body = await json_of(call, dict[str, str])
-        if self._links.pop(body.get("token", ""), 0.0) < monotonic():
+        """Give a session cookie for a key, or for the token of a link that is not used or expired."""
+        token = (await json_of(call, dict[str, str])).get("token", "")
+        is_key = token.isascii() and sends_key({b"x-api-key": token}, self._keys)
+        if not is_key and self._links.pop(token, 0.0) < monotonic():
             raise HttpError(
                 401, "this link was used or has expired: press Enter in the terminal for a new one"
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 
 from benchmarks import answer_tasks, answers
 from benchmarks.answers import holm, mcnemar
@@ -92,6 +93,22 @@ def test_benchmark_ends_with_one_json_line(
     assert {"llamabranch", "llama_cpp_python", "llama_cpp"} <= set(report["versions"])
     assert report["results"]
     check(report["results"])
+
+
+def test_a_replayed_day_reads_nothing_twice(tmp_path: Path) -> None:
+    """Not even after the restart."""
+    toy, vocab = tmp_path / "toy.gguf", toys.Vocabulary.with_control("<s>", "<|end|>", "<|begin|>")
+    template = (
+        "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+        "<|begin|>assistant\n"
+    )
+    toys.write_toy(toy, vocab=vocab, metadata={"tokenizer.chat_template": template})
+    phases = program("agents", "--target", str(toy))["results"]
+    day = phases.pop("the day")
+    assert day["distinct"] == sum(phase["distinct"] for phase in phases.values())
+    for name, phase in phases.items():
+        (asked,), (n_read,) = phase["asked"].values(), phase["read"].values()
+        assert 0 < n_read <= phase["distinct"] <= asked, name
 
 
 @pytest.mark.parametrize("task", answer_tasks.TASKS)

@@ -262,3 +262,11 @@ def test_each_branch_that_lacks_turns_says_so() -> None:
     assert result.exit_code == 0, result.stderr
     notes = re.findall(r"no longer sees|branch \d", result.stderr + result.stdout)
     assert notes[-5:] == ["no longer sees", "branch 2", "no longer sees", "branch 3", "branch 4"]
+
+
+def test_what_a_chat_has_read_is_kept_in_a_folder(tmp_path: Path) -> None:
+    folder, story = tmp_path / "cache", "The dog ran to the river. " * 80
+    for _ in range(2):
+        result = run(*OPTIONS, "-p", story, "-n", "2", "--cache-dir", folder)
+        assert result.exit_code == 0, result.stderr
+        assert len(list(folder.glob("*.kv"))) == 1

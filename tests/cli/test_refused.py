@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("models", "show", "tale-dratf"), "did you mean tale-draft?"),
     (("serve", "--limit", "max_quue=3"), "did you mean max_queue?"),
     (("serve", "-np", "0"), "parallel"),
+    (("agent", "a", "-m", "tale-target", "--cache-dir", os.devnull), "cache_dir"),
+    (("agent", "a", "-m", "tale-target", "-S", "cache_size=8 apples"), "cache_size"),
 )  # fmt: skip
 
 

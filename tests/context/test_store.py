@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "transposed": ("llama", {"flash_attention": False}, True),
     "q8_0": ("llama", {"kv_type": "q8_0"}, True),
     "non-unified": ("llama", {"kv_unified": False, "exact": True, "n_ctx": 2048 * 6}, True),
-    "window": ("gemma3", {"kv_type": "bf16"}, False),
+    "window": ("gemma3", {"kv_type": "bf16"}, True),
     "window, cells used again": ("gemma3", {"kv_type": "bf16", "swa_full": False}, True),
     "recurrent": ("mamba", {}, True),
     "rwkv": ("rwkv7", {}, True),
@@ -86,7 +86,8 @@ def fill(make: Make, *texts: list[int], **options: Any) -> list[np.ndarray[Any, 
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    """Return the files of texts."""
+    return sorted(path for path in folder.iterdir() if path.suffix != ".sha256")
 
 
 # -- what a restart keeps --------------------------------------------------------------------------
@@ -276,14 +277,17 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
         assert n_read(ctx, DOCUMENT)[0] == 1
 
 
-def test_swapped_files_are_not_used(opened: Make, folder: Path) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_swapped_files_are_not_used(is_listed: bool, opened: Make, folder: Path) -> None:
     texts = DOCUMENT, text(6, 1200)
     rows = fill(opened, *texts, n_ctx=4096)
     one, two = files(folder)
     contents = one.read_bytes(), two.read_bytes()
-    one.write_bytes(contents[1])
-    two.write_bytes(contents[0])
     with opened(n_ctx=4096) as ctx:
+        if is_listed:
+            assert n_read(ctx, text(7, 20))[0] == 20
+        one.write_bytes(contents[1])
+        two.write_bytes(contents[0])
         for tokens, row in zip(texts, rows, strict=True):
             n, again = n_read(ctx, tokens)
             assert n == len(tokens)
@@ -329,6 +333,18 @@ def test_foreign_files_stay_and_are_not_opened(opened: Make, folder: Path) -> No
     assert (folder / "notes.kv").exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can chown")
+def test_files_of_another_user_stay_and_are_not_used(opened: Make, folder: Path) -> None:
+    fill(opened, DOCUMENT)
+    (path,) = files(folder)
+    os.chown(path, 4321, 4321)
+    fill(opened, text(6, 600), cache_size=1 << 20)
+    with opened(cache_size=1) as ctx:
+        assert n_read(ctx, DOCUMENT)[0] == len(DOCUMENT)
+        assert n_read(ctx, text(6, 600))[0] == 1
+    assert path.exists()
+
+
 # -- the folder ------------------------------------------------------------------------------------
 
 
@@ -339,6 +355,26 @@ def test_names_are_hashes_and_only_the_owner_can_read(opened: Make, folder: Path
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_hash_of_the_model_is_computed_once(opened: Make, folder: Path) -> None:
+    path = toys.write_llama(folder.with_name("own.gguf"), vocab="bytes", seed=5)
+    found = []
+    for content in (None, "", "x y", f"{'0' * 16} {'0' * 64}"):
+        with lb.Model(path) as model:
+            if content is not None:
+                (note,) = folder.glob("*.sha256")
+                note.write_text(content)
+            with Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+                found.append(model.fingerprint)
+    (note,) = folder.glob("*.sha256")
+    assert found == [note.read_text().split()[1]] * 4
+    note.write_text(note.read_text()[:-1] + "x")  # no hexadecimal digit
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+        assert model.fingerprint == found[0]
+    os.utime(path, (1, 1))
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+        assert len(list(folder.glob("*.sha256"))) == 2
 
 
 @pytest.mark.parametrize("place", ["file", "below a file", "null", "proc"])
@@ -362,7 +398,7 @@ def test_a_folder_that_cannot_be_written_is_refused(opened: Make, folder: Path) 
 def test_bad_options_are_refused(opened: Make) -> None:
     with pytest.raises(ConfigError, match="prefix_cache"):
         opened(prefix_cache=False)
-    for size in (-1, "x", None):
+    for size in (-1, "x", None, "-1GiB", "1 PB", "", "1e9"):
         with pytest.raises(ConfigError, match="cache_size"):
             opened(cache_size=size)
     with pytest.raises(ConfigError, match="path"):
@@ -412,7 +448,7 @@ WRITER = """
     folder, model, end = sys.argv[1:4]
     real = os.replace
     def replace(*paths):
-        if end == "killed":
+        if end == "killed" and str(paths[1]).endswith(".kv"):
             os.kill(os.getpid(), signal.SIGKILL)
         real(*paths)
     os.replace = replace

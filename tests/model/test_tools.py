@@ -110,6 +110,16 @@ def test_what_a_template_does_not_write_becomes_text() -> None:
     assert [m["role"] for m in messages] == ["user", "assistant", "user"]
     assert messages[1]["content"] == '{"name": "find", "arguments": {"text": "x"}}'
     assert messages[2]["content"] == "Result of find:\nIt is <do>x</do>.\n\nAnd?"
+    refusing = (
+        "{% for m in messages %}"
+        "{% if loop.index > 1 and m.role == 'user' and loop.previtem.role == 'tool' %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<do>{{ c.function | tojson }}</do>{% endfor %}{% endfor %}"
+    )
+    for source, n in ((TOJSON, 4), (refusing, 3)):  # after the result, or a part of it
+        messages = written_history(after, TurnFormat.of(source))
+        assert [m["role"] for m in messages][2:] == ["tool", "user"][: n - 2]
+        assert str(messages[-1]["content"]).endswith("And?")
     two = [*called("{}"), called("{}")[2]]
     assert [m["role"] for m in written_history(two, form)] == ["user", "assistant", "user"]
     developer: list[dict[str, object]] = [{"role": "developer", "content": "Be brief."}]

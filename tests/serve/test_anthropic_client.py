@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from serving import Serving, post, record_schema
@@ -170,8 +170,28 @@ def test_last_answer_is_continued(claude: Any, server: Serving) -> None:
 
 def test_structured_answers(claude: Any) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
-    message = ask(claude, output_config={"format": form}, max_tokens=64)
-    assert message.content[0].text.startswith('{"name": ')
+    config = {"output_config": {"format": form, "effort": "max"}}
+    for more in (config, {"extra_body": {**WARM, "output_format": form}}):
+        message = ask(claude, **more, max_tokens=64)
+        assert message.content[0].text.startswith('{"name": ')
+
+
+def test_the_clients_own_loop_over_tools(claude: Any) -> None:
+    """It asks for a conversation that the server keeps, and goes on without when that is refused."""
+    called = []
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def crown(age: Literal[7, 70]) -> str:
+        """Crown a king."""
+        called.append(age)
+        return "done"
+
+    choice = {"type": "tool", "name": "crown"}
+    asked = {**body(max_tokens=60), "tools": [crown], "tool_choice": choice, "max_iterations": 3}
+    answers = list(claude.beta.messages.tool_runner(**asked))
+    assert [answer.stop_reason for answer in answers] == ["tool_use"] * 3
+    assert len(called) >= 2
+    assert answers[1].usage.cache_read_input_tokens > answers[0].usage.input_tokens / 2
 
 
 def test_asynchronous_calls_and_one_that_is_left(server: Serving) -> None:
@@ -260,13 +280,16 @@ def user(*blocks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (user(IMAGE), r"messages\[0\]: image blocks are not supported"),
-        (user(PAGES), r"messages\[0\]: document blocks are not supported"),
-        (user(SHOWN), r"messages\[0\]: image blocks are not supported"),
+        ({"extra_body": {"compaction": {"type": "x"}}}, "compaction is not supported"),
+        ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers is not supported"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread is not supported"),
+        (user(IMAGE), r"'image' is not supported - at `\$.messages\[0\].content\[0\].type"),
+        (user(PAGES), "'document' is not supported"),
+        (user(SHOWN), r"'image' is not supported - at `\$.messages\[0\].content\[0\].content\[0\]"),
         (user(USE), r"messages\[0\]: a message of the user cannot have a tool_use block"),
-        (user({"type": "server_tool_use"}), r"'server_tool_use' - at `\$.messages\[0\].content"),
+        (user({"type": "server_tool_use"}), "'server_tool_use' is not supported"),
         ({"messages": []}, r"\$.messages"),
-        ({"messages": [{"role": "poet", "content": "x"}]}, r"'poet' - at `\$.messages\[0\].role`"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "'poet' is not supported"),
         ({"tools": [*TOOLS, SEARCH]}, r"tools\[2\]: web_search .*web_search_20250305"),
         ({"tools": [TOOLS[1], STRICT]}, "the parameters of marry"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -336,6 +359,24 @@ def test_sessions(fields: Any, headers: dict[str, str], expected: Any) -> None:
     assert (options["session_id"], options["parent_session_id"]) == expected
     request = lb.Request("x", **options)
     assert (request.session_id, request.parent_session_id) == expected
+
+
+def test_both_doors_make_the_same_request(claude: Any, server: Serving, api: Any) -> None:
+    """With the same text, out of the same cache; the records tell the door and the session."""
+    asked = body(system="You are a poet. " * 3)
+    headers = {"x-session-id": "main"}
+    message = claude.messages.create(**asked, extra_headers=headers)
+    said = [{"role": "system", "content": asked["system"]}, *HELLO]
+    other = {"messages": said, "max_tokens": 16, "thinking": False, **WARM}
+    more = {"session_id": "child", "parent_session_id": "main", "ephemeral": True}
+    api.headers["x-api-key"] = "secret"
+    answer = post(api, 200, "/v1/chat/completions", **other, **more)
+    assert answer["choices"][0]["message"]["content"] == message.content[0].text
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    first, second = server.ctx.requests[-2:]
+    assert (first.door, first.session, first.parent) == ("messages", "main", "")
+    assert (second.door, second.session, second.parent) == ("chat", "child", "main")
 
 
 def test_short_lived_sessions_end_at_once() -> None:

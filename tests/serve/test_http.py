@@ -307,6 +307,9 @@ def test_texts_share_one_cache_and_what_a_schema_forces_is_drafted(tmp_path: Pat
 def test_signal_lets_streams_end(number: int) -> None:
     command = Command(*COMMAND, "--limit", "alias=tale")
     assert command.said["model"] == "tale"
+    assert command.said["link"].startswith(f"{command.url}/#")
+    key = {"Authorization": f"Bearer {command.said['key']}"}
+    assert httpx.get(f"{command.url}/requests", headers=key).json()["requests"] == []
     body = {"prompt": "Once", "max_tokens": 80, "ignore_eos": True, "stream": True, "seed": 1}
     with (
         httpx.Client(base_url=command.url, timeout=120) as api,

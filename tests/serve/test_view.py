@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -133,6 +134,14 @@ def test_an_api_key_or_the_pages_key_shows_the_records() -> None:
         assert ask(server, PRIVATE, x_api_key="two").status == 200
         assert ask(server, PRIVATE, Authorization="Bearer three").status == 401
         assert ask(server, "/v1/models", Authorization=bearer(server)).status == 401
+
+
+def test_a_key_begins_a_session_again_and_again() -> None:
+    with serving(api_keys=("one",)) as server:
+        here = f"http://127.0.0.1:{server.server.port}"
+        for token, status in (("one", 204), ("one", 204), ("two", 401), ("\u00f6\u2603", 401)):
+            body = json.dumps({"token": token})
+            assert ask(server, "/session", body, Origin=here).status == status
 
 
 def test_a_link_works_once(server: Serving) -> None:

@@ -62,7 +62,7 @@ function roots() {
   const isSingle = (/** @type {Branch} */ each) => !each.session && each.requests.length === 1 && !each.branches.length;
   const singles = all.filter(isSingle);
   if (singles.length < 2) return all;
-  const gathered = { ...singles[0], key: "singles", requests: singles.flatMap((each) => each.requests) };
+  const gathered = { ...singles[0], key: "none", requests: singles.flatMap((each) => each.requests) };
   return [...all.filter((each) => !isSingle(each)), gathered].sort((a, b) => a.first - b.first);
 }
 
@@ -87,7 +87,7 @@ function place(list, children) {
 
 function drawBranch(/** @type {Branch} */ { key, session, door, requests: own, branches, first }, level = 0) {
   const read = sum(own.map((each) => each.evaluated ?? 0)), asked = sum(own.map((each) => each.num_prompt_tokens ?? 0));
-  const title = session ? visible(session) : key === "singles" ? "single requests" : `${door}, no session`;
+  const title = session ? visible(session) : key === "none" ? "single requests" : `${door}, no session`;
   const facts = own.length ? `${plural(own.length, "request")}, ${count(read)} of ${count(asked)} tokens read` : "none of its last requests is here";
   const item = element(key, "branch", [title, facts, level], (/** @type {any} */ box) => {
     box.list ??= h("ol");

@@ -1,3 +1,5 @@
+from ..request.record import Cause as Cause
+from ..request.record import Record as Record
 from ..request.request import Request as Request
 from ..request.result import EngineStats as EngineStats
 from ..request.result import Event as Event

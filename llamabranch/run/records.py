@@ -205,14 +205,14 @@ class Records:
                 n_new -= cause.n_tokens
                 record.hint = record.hint or self._hint(cause, choice)
         if n_new > 0:
-            is_known = n_new == 1 and n_known == n - 1
-            is_first = n_known < MIN_SHARED and len(causes) == 0
-            told = f"{n_new:,} tokens that begin like nothing before"
-            if is_known:
+            is_first = start < MIN_SHARED and not causes
+            told = f"{n_new:,} new token{'s' * (n_new > 1)} after token {start:,}"
+            if start == n - 1:
                 told = "the last token, which is always read"
-            elif not is_first:
-                told = f"{n_new:,} new tokens after token {start:,}"
-                told += "" if other is None else self._parted(choice, other)
+            elif is_first:
+                told = f"{n_new:,} tokens that begin like nothing before"
+            elif other is not None:
+                told += self._parted(choice, other)
             causes.append(Cause("first" if is_first else "new", n_new, told, start))
 
     def _lost(self, choice: Choice, entry: Entry, n_cached: int, n_known: int) -> Cause:
@@ -318,7 +318,8 @@ class Records:
         beginning = place.line[:40].rstrip()
         if n < _OFTEN or len(beginning) < 4:
             return ""
-        return f"--drop-line '^{re.escape(beginning)}' leaves this line out"
+        beginning = re.sub(r"[][\\^$.|?*+(){}]", r"\\\g<0>", beginning).replace("'", ".")
+        return f"--drop-line '^{beginning}' leaves this line out"
 
 
 def records_of(ctx: Context) -> Records:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import stat
@@ -343,6 +344,54 @@ def test_files_of_another_user_stay_and_are_not_used(opened: Make, folder: Path)
         assert n_read(ctx, DOCUMENT)[0] == len(DOCUMENT)
         assert n_read(ctx, text(6, 600))[0] == 1
     assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["unified", "non-unified", "window", "hybrid"])
+def test_random_texts_while_files_are_harmed(
+    name: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that share beginnings, restarts, a full cache; files are deleted, damaged and swapped."""
+    monkeypatch.setattr("llamabranch.context.store.MIN_STORED", 64)
+    monkeypatch.setattr("llamabranch.context.store._PIECE", 100)
+    architecture, options, _ = KINDS[name]
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
+    options = {"n_ctx": 1024, "n_seq_max": 3, "n_threads": 1} | options
+    draw = random.Random(name)
+
+    def some_text() -> list[int]:
+        tokens = text(draw.randrange(3), 300)[: draw.randint(20, 300)]
+        for _ in range(draw.randrange(4)):
+            tokens += text(draw.randrange(5), draw.randint(1, 120))
+        return tokens
+
+    def harm() -> None:
+        there = list(folder.glob("*.kv"))
+        if len(there) < 2 or draw.random() < 0.6:
+            return
+        one, two = draw.sample(there, 2)
+        content = one.read_bytes()
+        match draw.choice(("delete", "damage", "shorten", "swap")):
+            case "delete":
+                one.unlink()
+            case "damage":
+                damaged(one, draw.randrange(1 << 30))
+            case "shorten":
+                shortened(one, draw.randrange(1 << 30))
+            case "swap":
+                one.write_bytes(two.read_bytes())
+                two.write_bytes(content)
+
+    allowed = 0.0 if "exact" in options else 0.2
+    with lb.Model(path) as model, Context(model, **options) as clean:
+        for _ in range(10 * int(os.environ.get("SOAK", "1"))):
+            size = draw.choice((200_000, 20_000_000))
+            with Context(model, **options, cache_dir=folder, cache_size=size) as ctx:
+                for _ in range(draw.randint(1, 10)):
+                    harm()
+                    tokens = some_text()
+                    _, row = n_read(ctx, tokens)
+                    _, expected = n_read(clean, tokens)
+                    assert float(np.abs(row - expected).max()) <= allowed
 
 
 # -- the folder ------------------------------------------------------------------------------------

@@ -474,10 +474,7 @@ class User:
         before, kind = branch.tokens, self.random.randrange(3)
         try:
             if kind == 0:
-                drafter = self.drafter()
-                search.best_of_n(
-                    branch, 3, 4, reward=lambda text: (use(), len(text))[1], seed=3, drafter=drafter
-                )
+                search.best_of_n(branch, 3, 4, reward=lambda text: (use(), len(text))[1], seed=3)
             elif kind == 1:
                 search.beam_search(branch, 2, 4)
             else:

@@ -111,7 +111,7 @@ class Records:
             return
         whom = "a branch"
         if asker is not None:
-            session, n_cells = asker.request.session_id, max(1, asker.n_uncached)
+            session, n_cells = asker.request.session_id, asker.n_to_cache
             whom = f"request {asker.name}" if session is None else f"session {session}"
             whom += f" ({n_cells:,} cells were needed)"
         eviction = Eviction(time(), n_left, whom, prefixes.n_evicted)
@@ -175,15 +175,23 @@ class Records:
                 return n, found
             entry = found
 
-    def _compared(self, record: Record, entry: Entry, n_known: int) -> Entry | None:
-        """Return the text that a prompt is compared with, or None."""
+    def _compared(
+        self, record: Record, tokens: list[int], entry: Entry, n_known: int
+    ) -> Entry | None:
+        """Return the text that a prompt is compared with, or None.
+
+        It is the last one of its session, or of the session above, unless the prompt begins more like
+        another one.
+        """
         for name in filter(None, (record.session, record.parent)):
             for each in reversed(self._entries):
                 if each.record is not None and each.record.session == name:
-                    return each
+                    if n_common(each.all_tokens(), tokens) >= min(n_known, len(tokens) - 1):
+                        return each
+                    break
         if n_known >= MIN_SHARED and entry.record is not None:
             return entry
-        return self._entries[-1] if self._entries else None
+        return self._entries[-1] if self._entries and not record.session else None
 
     def _explain(self, choice: Choice, record: Record, entry: Entry, n_known: int) -> None:
         """Find the causes why tokens of a prompt are read."""
@@ -195,7 +203,7 @@ class Records:
             causes.append(self._lost(choice, entry, n_cached, n_known))
         else:
             start = n_cached
-        other = self._compared(record, entry, n_known)
+        other = self._compared(record, choice.job.prompt, entry, n_known)
         n_new = n - start
         if other is not None and other.record is not None:
             record.follows = other.record.number
@@ -281,7 +289,10 @@ class Records:
                 )
         runs = repeated(old[at:], tokens[at:])
         n = sum(min(run.n, max(0, at + run.start + run.n - start)) for run in runs)
-        if n < _LEAST_AGAIN:
+        sessions = {choice.request.session_id, choice.request.parent_session_id} - {None}
+        # Other clients may have the same words in their prompts.
+        least = 0 if record.session in sessions else (len(tokens) - start) / 2
+        if n < max(_LEAST_AGAIN, least):
             return None
         place = text.place(at)
         was, is_now = words(window["before"], window["after"])

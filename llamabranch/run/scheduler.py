@@ -268,9 +268,8 @@ class Scheduler:
         beginning = choice.job.beginning
         if beginning is not None:
             with self._ctx.lock:
-                text = Text(
-                    self._ctx, None, beginning.text.sampler.clone(), choice.seed, beginning.text
-                )
+                sampler = beginning.sampler.clone()
+                text = Text(self._ctx, None, sampler, choice.seed, beginning)
                 text.keep(n)
                 text.hang(None)
                 return text, n

@@ -169,6 +169,14 @@ def test_no_hit_has_a_cause(ctx: Context) -> None:
             assert record.follows is not None
 
 
+def test_clients_that_say_the_same_in_other_prompts_are_no_cause(ctx: Context) -> None:
+    """Only most of a prompt, or the same session, tells that something was changed."""
+    shared = " ".join(LINES[:3])
+    for i, session in enumerate((None, "a", None, "b")):
+        content = f"{TASKS[i]} {' '.join(LINES[3 + i : 4 + i] * 5)} {shared}"
+        assert turn(ctx, [said("user", content)], session_id=session).again == 0
+
+
 def test_memory_that_cannot_go_back_and_scores_are_named(ctx: Context, tmp_path: Path) -> None:
     result = ctx.complete(SYSTEM, max_tokens=2)
     ctx.complete(SYSTEM, max_tokens=0, prompt_logprobs=0)

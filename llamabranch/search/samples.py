@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from ..branch import Branch
 from ..errors import CapacityError
-from ..native.interrupts import HeldInterrupts
 from ..request.request import Request
 from ..request.result import EngineStats, Result
 from ..run.client import Client
@@ -64,23 +62,20 @@ def sample(
     request = Request("", n=n, stop=stop, sampling=branch.sampling.replace(seed=seed))
     client.queue(Job(request, "", client, seed, reports_tokens=False, beginning=branch.sequence))
     texts: dict[int, Result] = {}
-    # Each step holds interrupts. Around all of them this costs little: only the outermost block
-    # changes the handler, which takes as long as other work of a step.
+    is_over = False
     try:
-        with HeldInterrupts() as held:
-            is_over = False
-            while client.has_unfinished and held.caught is None:
-                ended = [event.result for event in client.step() if event.result is not None]
-                ended.sort(key=lambda text: text.sample)
-                stats.decodes = counted.target_forward_passes
-                stats.tokens_decoded = client.n_decoded
-                texts |= {text.sample: text for text in ended}
-                for text in ended:
-                    if text.error is not None and not isinstance(text.error, CapacityError):
-                        raise text.error
-                if not is_over and held.let(partial(is_decided, ended)):
-                    client.abort("")
-                    is_over = True
+        while client.has_unfinished:
+            ended = [event.result for event in client.step() if event.result is not None]
+            ended.sort(key=lambda text: text.sample)
+            stats.decodes = counted.target_forward_passes
+            stats.tokens_decoded = client.n_decoded
+            texts |= {text.sample: text for text in ended}
+            for text in ended:
+                if text.error is not None and not isinstance(text.error, CapacityError):
+                    raise text.error
+            if not is_over and is_decided(ended):
+                client.abort("")
+                is_over = True
     finally:
         client.close()
     return [texts[number] for number in sorted(texts)]

@@ -424,7 +424,7 @@ class User:
         kind = self.random.randrange(12)
         if kind == 0:
             self.branches.append(branch.fork())
-        elif kind == 11 and branch.fork_position:
+        elif kind == 11 and branch.parent is not None:
             branch.promote()
         elif kind == 1:
             branch.extend(self.tokens(8))

@@ -13,7 +13,7 @@ from ..model.thoughts import answer_in
 from ..request.result import Result
 from .result import SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
-from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
+from .start import MOST_TEXTS, check_start, first_seed, token_limit
 
 
 def best_of_n(
@@ -43,12 +43,11 @@ def best_of_n(
         ConfigError: a value is out of range. Errors of ``reward``; BranchStateError, CapacityError,
         DecodeError: the search frees its sequences.
     """
-    check_start(branch)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
     if reward is not None:
         function("reward", reward)
-    stop, seed = stop_strings(stop), first_seed(branch, seed)
+    stop = stop_strings(stop)
 
     def score_of(text: Result) -> float:
         if reward is None:
@@ -58,8 +57,8 @@ def best_of_n(
             raise ConfigError("reward returned NaN")
         return number
 
-    check_room(branch)
-    stats = SearchStats()
+    check_start(branch)
+    seed, stats = first_seed(branch, seed), SearchStats()
     texts = sample(branch, stats, n, seed, max_tokens, stop)
     hypotheses = [hypothesis(text, score_of(text)) for text in texts]
     hypotheses.sort(key=lambda h: -h.score)  # among equal texts the earlier one comes first

@@ -11,23 +11,14 @@ MOST_TEXTS = 100_000  # of one search; each takes a few kilobytes, as in an engi
 _MOST_TOKENS = 2**31 - 1
 
 
-def check_start(branch: Branch) -> None:
-    """Raise unless a search may start from ``branch``.
-
-    Raises:
-        ConfigError: it is not a branch. BranchStateError, ClosedError: it cannot be used.
-    """
-    instance("branch", branch, Branch, "a search needs one that has read the prompt")
-    branch.sequence.check_usable()
-
-
-def check_room(branch: Branch, n_sequences: int = 1) -> None:
+def check_start(branch: Branch, n_sequences: int = 1) -> None:
     """Raise unless a branch has logits, and ``n_sequences`` sequences beside its own are free.
 
     Raises:
-        BranchStateError: the branch is pruned or empty. SequencesExhaustedError: too few are free.
+        ConfigError: it is not a branch. BranchStateError, ClosedError: it is pruned or empty, or its
+            context is closed. SequencesExhaustedError: too few sequences are free.
     """
-    ctx = branch.ctx
+    ctx = instance("branch", branch, Branch, "a search needs one that has read the prompt").ctx
     with ctx.lock:
         branch.sequence.logits_row()
         n_free = ctx.n_seq_free

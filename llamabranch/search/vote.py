@@ -18,7 +18,7 @@ from ..request.result import Result
 from ..sampling.noise import uniform
 from .result import Hypothesis, SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
-from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
+from .start import MOST_TEXTS, check_start, first_seed, token_limit
 
 Answer = str | float  # bool is a number
 
@@ -66,7 +66,6 @@ def vote(
     Warns:
         LlamaBranchWarning: no text has an answer, or ``answer`` raised an exception.
     """
-    check_start(branch)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
     function("answer", answer)
@@ -79,14 +78,14 @@ def vote(
             f"confidence must be 1.0 or None, not {confidence!r}",
             hint="1.0 stops when the remaining texts cannot change the answer",
         )
-    stop, seed = stop_strings(stop), first_seed(branch, seed)
+    stop = stop_strings(stop)
     ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n)
 
     def is_decided(ended: Sequence[Result]) -> bool:
         return confidence is not None and any(map(ballot.count, ended))
 
-    check_room(branch)
-    stats = SearchStats()
+    check_start(branch)
+    seed, stats = first_seed(branch, seed), SearchStats()
     texts = sample(branch, stats, n, seed, max_tokens, stop, parallel=width, is_decided=is_decided)
     for text in texts if confidence is None else ():
         ballot.count(text)

@@ -424,7 +424,7 @@ class User:
         kind = self.random.randrange(12)
         if kind == 0:
             self.branches.append(branch.fork())
-        elif kind == 11 and branch.fork_position:
+        elif kind == 11 and branch.parent is not None:
             branch.promote()
         elif kind == 1:
             branch.extend(self.tokens(8))
@@ -474,10 +474,7 @@ class User:
         before, kind = branch.tokens, self.random.randrange(3)
         try:
             if kind == 0:
-                drafter = self.drafter()
-                search.best_of_n(
-                    branch, 3, 4, reward=lambda text: (use(), len(text))[1], seed=3, drafter=drafter
-                )
+                search.best_of_n(branch, 3, 4, reward=lambda text: (use(), len(text))[1], seed=3)
             elif kind == 1:
                 search.beam_search(branch, 2, 4)
             else:

@@ -223,11 +223,6 @@ class Branch(TextNode):
         """The forks of this branch that are not pruned, oldest first."""
         return [child for child in super().children if not child.sequence.is_pruned]
 
-    @property
-    def fork_position(self) -> int:
-        """Number of tokens shared with the parent when it was forked; 0 for a root."""
-        return self.sequence.at
-
     # -- reading -----------------------------------------------------------------------------------
 
     @property

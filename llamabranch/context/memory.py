@@ -403,6 +403,16 @@ class Memory:
         return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted
+    def raw_piece(self, seq_id: int, start: int) -> State:
+        """Return the state of a sequence, from position ``start`` on if it ``can_move``; a copy."""
+        if not self.can_move:
+            return self.handle.state(seq_id)
+        try:
+            self.handle.copy(seq_id, _MOVED, start, -1)
+            return self.handle.state(_MOVED)
+        finally:
+            self.handle.remove(_MOVED, 0, -1)
+
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
 
@@ -411,11 +421,7 @@ class Memory:
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
-        try:
-            self.handle.copy(seq_id, _MOVED, start, -1)
-            return self.state_layout.joined([(self.handle.state(_MOVED), start, END)])
-        finally:
-            self.handle.remove(_MOVED, 0, -1)
+        return self.state_layout.joined([(self.raw_piece(seq_id, start), start, END)])
 
     @uninterrupted
     def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:

@@ -12,7 +12,8 @@ evicting them would free nothing. Texts go in this order:
 3. texts of a session except its longest, least recently used first;
 4. the longest texts of sessions, least recently used first.
 
-The longest text of a session is not evicted while a session below it runs.
+The longest text of a session is not evicted while a session below it runs. While a request of one waits,
+other requests wait, too, rather than take the cells, unless only one text runs.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class PrefixCache:
         self._shared: CachedPrefix | None = None
         self.note_evicted: Callable[[CachedPrefix, int], None] = lambda _text, _left: None
         self._age = 0.0
-        memory.evict, memory.protected = self.evict, self._protected
+        memory.evict, memory.protected = self.evict, self._reserved
         sequences.evict, sequences.transfer_text = self.evict_text, self.transfer_text
 
     def __len__(self) -> int:
@@ -305,7 +306,8 @@ class PrefixCache:
         for text in self._kept:
             if text.session not in longest or len(text.tokens) > len(longest[text.session].tokens):
                 longest[text.session] = text
-        protected = self._protected()
+        n_running = sum(len(session.running) for session in self.sessions.running())
+        protected = self._reserved() if n_running > 1 else self._protected()
 
         def rank(text: CachedPrefix) -> tuple[int, float]:
             session = text.session
@@ -320,6 +322,10 @@ class PrefixCache:
         running = self.sessions.running() + ([] if self.asker is None else [self.asker])
         kept = (*self._above(running), self._shared)
         return {text.seq_id for text in kept if text is not None}
+
+    def _reserved(self) -> set[int]:
+        """Return also those above a session whose request waits: others wait rather than take them."""
+        return self._protected() | {text.seq_id for text in self._above(self.sessions.asked())}
 
     def _above(self, sessions: Iterable[Session]) -> list[CachedPrefix]:
         """Return the longest text of each session above some sessions."""

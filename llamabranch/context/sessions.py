@@ -19,6 +19,7 @@ class Session(TextNode):
         name: its id.
         ttl: seconds after its last request until it counts as ended.
         running: its texts that hold a sequence.
+        requests: its requests that have not ended.
     """
 
     def __init__(self, name: str, parent: Session | None) -> None:
@@ -26,6 +27,7 @@ class Session(TextNode):
         self.name = name
         self.ttl = 0.0
         self.running: WeakSet[object] = WeakSet()
+        self.requests: WeakSet[object] = WeakSet()
         self._used = monotonic()
 
     def __repr__(self) -> str:
@@ -43,7 +45,7 @@ class Session(TextNode):
     @property
     def has_ended(self) -> bool:
         """Whether its texts are the first to be evicted."""
-        return not self.running and monotonic() - self._used >= self.ttl
+        return not (self.running or self.requests) and monotonic() - self._used >= self.ttl
 
 
 class Sessions:
@@ -67,3 +69,7 @@ class Sessions:
     def running(self) -> list[Session]:
         """Return the sessions with a text that holds a sequence."""
         return [session for session in list(self._by_name.values()) if session.running]
+
+    def asked(self) -> list[Session]:
+        """Return the sessions with a request that has not ended."""
+        return [session for session in list(self._by_name.values()) if session.requests]

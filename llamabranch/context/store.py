@@ -25,6 +25,7 @@ from queue import Queue
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import (
     CacheFolderWarning,
@@ -48,9 +49,12 @@ _MIN_GAINED = 8  # tokens
 _PIECE = 2048  # the most tokens of a segment whose K/V can be cut
 _MAGIC = b"\x89LBSTORE"
 _ENDING = ".kv"
-_NAME = re.compile(r"\.?[0-9a-f]{16}-[0-9a-f]{15,32}\.(kv|[0-9a-f]{16})")  # also a temporary file's
+# The names of segments, and of the temporary files of this folder.
+_NAME = re.compile(
+    r"[0-9a-f]{16}-[0-9a-f]{32}\.kv|\.[0-9a-f]{16}(-[0-9a-f]{15}|\.sha256)\.[0-9a-f]{16}"
+)
 _STALE_NS = 60 * 10**9  # a temporary file that was not written for so long is a dead process's
-_MOST_WAITING = 4  # texts that wait until they are written
+_MOST_WAITING = 2  # texts that wait until they are written
 _KNOWN_S = 600  # how long the measured speed of the folder counts
 _NO_FLOATS = np.empty(0)
 
@@ -109,13 +113,6 @@ class Found:
     seconds: float = 0.0
 
 
-def _parse(metadata: bytes) -> _About:
-    try:
-        return msgspec.json.decode(metadata, type=_About)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise SnapshotError(f"the metadata is invalid: {error}") from error
-
-
 def open_folder(path: str | os.PathLike[str]) -> Path:
     """Return the folder, which is made if it is missing.
 
@@ -144,7 +141,7 @@ class PrefixStore:
 
     Raises:
         UnsupportedError: llama.cpp writes the K/V in an unknown form.
-        SnapshotError: the model's file was changed after it was loaded.
+        UsageError: the model's file was changed after it was loaded.
     """
 
     def __init__(self, folder: Path, max_bytes: int, ctx: HasKV) -> None:
@@ -154,6 +151,7 @@ class PrefixStore:
         self._folder, self._max_bytes = folder, max_bytes
         self._memory, self._layout = ctx.kv_cache, layout
         # Everything that the K/V of given tokens depends on, to the bit.
+        ctx.model.remember_fingerprint(folder)
         about = asdict(KVCompatibility.of(ctx)) | engine_versions()
         about |= {
             "model": "", "system": system_info(), "exact": ctx.params.exact,
@@ -172,7 +170,7 @@ class PrefixStore:
         self._jobs: Queue[list[Segment] | None] = Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
 
-    def _key(self, parent: str, start: int, tokens: Sequence[int]) -> str:
+    def _key(self, parent: str, start: int, tokens: npt.ArrayLike) -> str:
         content = np.array(tokens, "<i4").tobytes()
         about = f"{self._scope} {parent} {start} ".encode()
         return f"{self._scope}-{hashlib.sha256(about + content).hexdigest()[:32]}"
@@ -213,7 +211,7 @@ class PrefixStore:
                 with suppress(OSError):
                     try:
                         self._segments[key] = self._open(key, n_bytes)
-                    except SnapshotError:
+                    except (SnapshotError, ValueError):  # ValueError: it is being cut
                         self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
@@ -227,24 +225,32 @@ class PrefixStore:
         """
         with self._path(key).open("rb") as file:
             head, metadata = read_head(file, _MAGIC)
-            tokens = np.frombuffer(file.read(4 * head.n_tokens), "<i4").tolist()
-        about = _parse(metadata)
-        if self._key(about.parent, about.start, tokens) != key:
-            raise SnapshotError("the file has another name")
+            tokens = np.frombuffer(file.read(4 * head.n_tokens), "<i4")
+        about = self._parse(key, metadata, tokens)
         points = [position for position, _ in about.points]
-        return Segment(key, about.parent, about.start, tokens, points, n_bytes)
+        return Segment(key, about.parent, about.start, tokens.tolist(), points, n_bytes)
 
     def _contents(self, key: str) -> tuple[State, list[Checkpoint]]:
         """Return the state and the checkpoints of a file; errors as for ``_open``."""
         with self._path(key).open("rb") as file:
             head, metadata = read_head(file, _MAGIC)
-            state, points = read_arrays(file, head).state, _parse(metadata).points
+            tokens, _, _, state = read_arrays(file, head)
+        points = self._parse(key, metadata, tokens).points
         end = len(state) - sum(size for _, size in points)
         checkpoints, at = list[Checkpoint](), end
         for position, size in points:
             checkpoints.append(Checkpoint(position, state[at : at + size], None))
             at += size
         return state[: max(end, 0)], checkpoints
+
+    def _parse(self, key: str, metadata: bytes, tokens: npt.NDArray[np.int32]) -> _About:
+        try:
+            about = msgspec.json.decode(metadata, type=_About)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise SnapshotError(f"the metadata is invalid: {error}") from error
+        if self._key(about.parent, about.start, tokens) != key:
+            raise SnapshotError("the file has another name")
+        return about
 
     def _discard(self, segment: Segment, *, damaged: bool = True) -> None:
         """Forget a segment until the folder changes; if its file is damaged, delete it."""
@@ -318,8 +324,8 @@ class PrefixStore:
                     break
                 try:
                     state, points = self._waiting.get(segment.key) or self._contents(segment.key)
-                except (OSError, SnapshotError) as error:
-                    self._discard(segment, damaged=isinstance(error, SnapshotError))
+                except (OSError, SnapshotError, ValueError) as error:
+                    self._discard(segment, damaged=not isinstance(error, OSError))
                     break
                 except MemoryError:
                     return None
@@ -397,7 +403,7 @@ class PrefixStore:
         memory = self._memory
         try:
             points = memory.points(seq_id, n)
-            state = memory.piece(seq_id, n) if memory.can_move else memory.handle.state(seq_id)
+            state = memory.raw_piece(seq_id, n)
         except (SnapshotError, MemoryError):
             return
         if not 0 < len(state) <= self._max_bytes:
@@ -409,13 +415,19 @@ class PrefixStore:
             key = self._key(parent, start, own)
             path.insert(0, Segment(key, parent, start, own, positions, len(state)))
             self._segments[key], self._waiting[key] = path[0], (state, points)
-        if now:
+        if now or not self._has_writer():
             self._write(path)
-            return
+        else:
+            self._jobs.put(path)
+
+    def _has_writer(self) -> bool:
+        """Return whether a thread writes; it is started if it can be."""
         if self._thread is None:
-            self._thread = threading.Thread(target=in_thread(self._work), daemon=True)
-            self._thread.start()
-        self._jobs.put(path)
+            thread = threading.Thread(target=in_thread(self._work), daemon=True)
+            with suppress(RuntimeError):  # the program ends, or has too many threads
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
 
     def _work(self) -> None:
         while (path := self._jobs.get()) is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +12,7 @@ from ..errors import CapacityError
 from ..model.text import n_common
 from ..native.handle import forkable_lock
 from ..sampling import SamplingParams
-from .drafter import NO_STATE, Drafter, DraftState, FixedLength, propose
+from .drafter import NO_STATE, Drafter, DraftState
 from .text import Text
 from .verify import Rule, rule_name
 
@@ -135,45 +134,6 @@ class DraftStates:
         """Return whether another drafter is this one, or drafts with the same context."""
         ours = self._drafter.contexts
         return other is self._drafter or any(a is b for a in ours for b in other.contexts)
-
-
-class Beginning:
-    """A text that all texts of a request continue, as in a search, and a draft state that has read it.
-
-    Args:
-        text: the text, with the logits after its last token. It must not change or be freed while
-            the request runs.
-        drafter: drafts for the texts of the request; None = nothing is drafted.
-        rule: how drafted tokens are accepted.
-    """
-
-    def __init__(self, text: Text, drafter: Drafter | None, rule: Rule) -> None:
-        self.text = text
-        self._drafter, self._rule = drafter, rule
-        self._state: DraftState | None = None
-
-    def draft_state(self) -> DraftState | None:
-        """Return the draft state to fork for each text, or None if nothing is drafted.
-
-        The first call makes it. So the drafter reads the beginning only once.
-        """
-        text = self.text
-        if self._state is None and self._drafter is not None:
-            with suppress(CapacityError):  # without room for the state, texts are decoded plainly
-                self._state = state = self._drafter.start(text, rule_name(self._rule))
-                following = text.produce()
-                if (
-                    not following.is_stop
-                ):  # a drafter reads tokens only when it is asked for a draft
-                    propose(state, [*text.tokens, following.token], FixedLength(1), 1)
-                    state.observe(text.position)
-        return self._state
-
-    def close(self) -> None:
-        """Free the draft state. Idempotent."""
-        state, self._state = self._state, None
-        if state is not None:
-            state.close()
 
 
 @dataclass(eq=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UsageError
-from ..files import sha256
+from ..files import atomic_write, digest, sha256
 
 
 def state_of(path: Path) -> dict[str, object]:
@@ -44,6 +45,25 @@ def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> s
     return (
         digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     )
+
+
+def noted_fingerprint(
+    paths: Sequence[Path], loaded: Sequence[dict[str, object]], folder: Path
+) -> str:
+    """Return the ``fingerprint``, which is computed only if no note in ``folder`` has it.
+
+    A note holds for files of the same size, time and place on the disk. It is written if it can be.
+    """
+    state = digest([[str(path.resolve()) for path in paths], *loaded])
+    note = folder / f"{state}.sha256"
+    with suppress(OSError, ValueError):
+        known, value = note.read_text("ascii").split()
+        if known == state and re.fullmatch("[0-9a-f]{64}", value):
+            return value
+    value = fingerprint(paths, loaded)
+    with suppress(OSError), atomic_write(note, 0o600) as file:
+        file.write(f"{state} {value}".encode())
+    return value
 
 
 def quick_key(path: Path) -> str:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import SupportsIndex, cast
 
 from ..arguments import choice, function, instance, items, path_text, plain_int, shown, whole
@@ -19,7 +20,7 @@ from ..native.model import ModelHandle
 from . import pairs
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText
-from .fingerprint import fingerprint, quick_key, state_of
+from .fingerprint import fingerprint, noted_fingerprint, quick_key, state_of
 from .history import written_history
 from .templates import ChatTemplate
 from .text import TEXT_TYPES, TokenIds, decode_utf8, token_list
@@ -219,6 +220,10 @@ class Model:
             UsageError: the file was changed, replaced or removed after it was loaded.
         """
         return fingerprint(self.files, self._loaded)
+
+    def remember_fingerprint(self, folder: Path) -> None:
+        """Take ``fingerprint`` from a note in ``folder``, or write one; the same errors."""
+        self.fingerprint = noted_fingerprint(self.files, self._loaded, folder)
 
     def is_of(self, saved: str) -> bool:
         """Return whether a saved fingerprint is this model's, also one that was saved before 0.4.

@@ -47,7 +47,6 @@ class HeldInterrupts:
         self.caught: BaseException | None = None
         self._caught_at = 0.0
         self._previous: Callable[[int, FrameType | None], Any] | None = None
-        self._is_holding = True
         self.is_over = False
 
     def __enter__(self) -> HeldInterrupts:
@@ -75,20 +74,12 @@ class HeldInterrupts:
             finally:
                 del caught  # it refers to this frame
 
-    def let(self, call: Callable[[], T]) -> T:
-        """Call a user's function in the block; an exception of the handler is raised in it at once."""
-        self._is_holding = False
-        try:
-            return call()
-        finally:
-            self._is_holding = True
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         try:
             if self._previous is not None:
                 self._previous(number, frame)
         except BaseException as error:
-            if self.is_over or not self._is_holding:  # or it was set again after the block
+            if self.is_over:  # it was set again after the block
                 raise
             if self.caught is None:
                 self.caught, self._caught_at = error, monotonic()

@@ -165,7 +165,9 @@ class StateLayout:
             written += [_number(1), _number(len(rows)), owned.reshape(-1), head]
             for i, (name, _) in enumerate(tensors):
                 parts = [c[3][i][1][:, cut] for c, cut in zip(sources, chosen, strict=True)]
-                written += [name, np.concatenate(parts, axis=1).reshape(-1)]
+                if len(parts[0]) > 1:  # rows of values, in which each cell has a number
+                    parts = [np.concatenate(parts, axis=1)]
+                written += [name, *(part.reshape(-1) for part in parts)]
         return np.concatenate(written)
 
     def _caches(self, state: State) -> Iterator[_Cache]:

@@ -6,7 +6,7 @@ from ..arguments import instance
 from ..context import Context
 from ..context.context import text_context
 from ..generation.config import SpeculativeConfig, draft_length
-from ..generation.draft_states import Beginning, DraftStates
+from ..generation.draft_states import DraftStates
 from ..generation.drafter import (
     Drafter,
     FixedLength,
@@ -14,7 +14,6 @@ from ..generation.drafter import (
     SpeculativeStats,
     checked_drafter,
 )
-from ..generation.text import Text
 from ..native.handle import forkable_lock
 
 _stats_lock = forkable_lock()  # for the totals of all callers
@@ -65,10 +64,6 @@ class Drafting:
         self.length = (
             draft_length(self.config, self.drafter, ctx) if self.drafts else FixedLength(0)
         )
-
-    def beginning(self, text: Text) -> Beginning:
-        """Return a beginning for jobs that continue ``text``; its draft state is made when needed."""
-        return Beginning(text, self.drafter if self.drafts else None, self.config.rule)
 
     def add_stats(self, stats: SpeculativeStats) -> None:
         """Add the counts and times of a finished generation."""

@@ -21,7 +21,6 @@ from ..context.logits import LogitsRow, TokenScore
 from ..context.progress import PromptProgress, Reading
 from ..context.sessions import Session
 from ..errors import CapacityError, LlamaBranchError
-from ..generation.draft_states import Beginning
 from ..generation.drafter import NO_STATE, DraftState, SpeculativeStats
 from ..generation.output import OutputBuffer, Produced
 from ..generation.text import Text
@@ -100,8 +99,8 @@ class Job:
         seed: the seeds of the texts are derived from it, unless the request has one.
         reports_tokens: whether there are events for tokens; without them log-probabilities are computed
             only if the request asks for them.
-        beginning: holds the text that all texts of the request continue, with the settings and the
-            grammar of that text. The request's prompt is then ignored.
+        beginning: the text that all texts of the request continue, with the settings and the grammar
+            of that text, and the logits after it. The request's prompt is then ignored.
 
     Raises:
         ConfigError: an empty prompt for a model without a BOS token, or a bad stop string.
@@ -135,7 +134,7 @@ class Job:
         seed: int,
         *,
         reports_tokens: bool = True,
-        beginning: Beginning | None = None,
+        beginning: Text | None = None,
     ) -> None:
         self.request = request
         self.beginning = beginning
@@ -148,7 +147,7 @@ class Job:
         if beginning is None:
             plan = request.plan(model)
         else:
-            plan = Plan(beginning.text.shown.copy(), None, None)
+            plan = Plan(beginning.shown.copy(), None, None)
         self.prompt, self.thinking, self.grammar, self.tools = plan
         self.samples = deque(range(request.n))
         self.taken: set[int] = set()
@@ -482,12 +481,8 @@ class Choice:
                 ConstraintState(self.constraint, model, request.stop, request.stop_tokens)
             )
         source, n_shared = self.shared
-        beginning, drafts = self.job.beginning, True
         thought, self._thought_running = self._thought_running, None
-        if beginning is not None:
-            parent_state, n_shared = beginning.draft_state(), len(self.job.prompt)
-            drafts = parent_state is not None
-        elif thought is not None and thought.rule == rule and self.grammar is None:
+        if thought is not None and thought.rule == rule and self.grammar is None:
             parent_state, n_shared = thought.state, self.text.n_decoded
         elif (
             source is not None
@@ -498,7 +493,7 @@ class Choice:
         ):
             parent_state = source.running.state
         state: DraftState = NO_STATE
-        if drafts and drafting.drafts and output.finish_reason is None:
+        if drafting.drafts and output.finish_reason is None:
             with suppress(CapacityError):  # without room for a state there are no drafts
                 if parent_state is None:
                     state = drafting.drafter.start(self.text, rule_name(rule))

@@ -315,7 +315,9 @@ class Records:
         at, record = n_common(other.all_tokens(), tokens), other.record
         if record is None or session is None or record.session != session:
             return ""
-        if at > record.num_prompt_tokens - MIN_SHARED or not choice.job.model.has_text:
+        if at > record.num_prompt_tokens - MIN_SHARED or at == len(tokens):
+            return ""  # one of the two begins with the other
+        if not choice.job.model.has_text:
             return ""
         place = PromptText(choice.job.model, choice.request.prompt, tokens).place(at)
         return f", where it parts from request {record.number}: {place.name}"

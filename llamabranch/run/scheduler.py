@@ -60,6 +60,7 @@ class Scheduler:
                 job.session = prefixes.sessions.of(
                     request.session_id, request.parent_session_id, request.ttl
                 )
+                job.session.requests.add(job)
             heapq.heappush(self._queue, (job.key, job))
 
     def __contains__(self, job: Job) -> bool:
@@ -134,6 +135,8 @@ class Scheduler:
         job.choices.pop(choice.sample, None)
         if job.is_idle:
             self._known.pop(job, None)
+            if job.session is not None:
+                job.session.requests.discard(job)
         for choices in (self.active, self.idle):
             if choice in choices:
                 choices.remove(choice)
@@ -265,9 +268,8 @@ class Scheduler:
         beginning = choice.job.beginning
         if beginning is not None:
             with self._ctx.lock:
-                text = Text(
-                    self._ctx, None, beginning.text.sampler.clone(), choice.seed, beginning.text
-                )
+                sampler = beginning.sampler.clone()
+                text = Text(self._ctx, None, sampler, choice.seed, beginning)
                 text.keep(n)
                 text.hang(None)
                 return text, n

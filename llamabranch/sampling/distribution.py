@@ -201,12 +201,6 @@ class Distribution:
         left = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
         return Distribution.from_probs(left, self.ids) if left.any() else self
 
-    def total_variation(self, other: Distribution) -> float:
-        """Return 1/2 sum |self - other|, between 0 and 1."""
-        instance("other", other, Distribution)
-        excess = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
-        return min(1.0, float(excess.sum()))
-
 
 def falling(values: Floats) -> Iterator[int]:
     """Yield the indices of ``values`` (K,), the largest value first; equal values keep their order.

@@ -16,7 +16,7 @@ from ..model import Model, StopStrings, stop_strings
 from ..model.tree import TextNode
 from .beams import Beams, Candidate, best_tokens
 from .result import Hypothesis, SearchResult, SearchStats
-from .start import MOST_TEXTS, check_room, check_start, token_limit
+from .start import MOST_TEXTS, check_start, token_limit
 
 
 def beam_search(
@@ -50,7 +50,6 @@ def beam_search(
         ConfigError: a value out of range. BranchStateError, CacheFullError, DecodeError: the search
         frees its sequences. SequencesExhaustedError: fewer than ``beams`` sequences are free.
     """
-    check_start(branch)
     beams = whole("beams", beams, 1, MOST_TEXTS)
     max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
     # These bounds ensure that a power of a length neither overflows nor becomes 0.
@@ -58,7 +57,7 @@ def beam_search(
     if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
-    check_room(branch, beams)
+    check_start(branch, beams)
     stats, model = SearchStats(), branch.ctx.model
     selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
     running: list[_Beam] = [_Beam(None, branch, 0, "", branch.sequence.incomplete, 0.0)]

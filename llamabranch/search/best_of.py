@@ -11,10 +11,9 @@ from ..errors import ConfigError
 from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..request.result import Result
-from ..speculative import Drafter
 from .result import SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
-from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
+from .start import MOST_TEXTS, check_start, first_seed, token_limit
 
 
 def best_of_n(
@@ -25,7 +24,6 @@ def best_of_n(
     reward: Callable[[str], float] | None = None,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
-    drafter: Drafter | None = None,
 ) -> SearchResult:
     """Sample ``n`` texts with the settings of ``branch`` and return all of them, best first.
 
@@ -40,18 +38,16 @@ def best_of_n(
             tokens, the model's own, before sampling settings.
         stop: strings that end a text.
         seed: the seed of the draws; None = the branch's.
-        drafter: proposes tokens; it changes no text.
 
     Raises:
         ConfigError: a value is out of range. Errors of ``reward``; BranchStateError, CapacityError,
         DecodeError: the search frees its sequences.
     """
-    check_start(branch, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
     if reward is not None:
         function("reward", reward)
-    stop, seed = stop_strings(stop), first_seed(branch, seed)
+    stop = stop_strings(stop)
 
     def score_of(text: Result) -> float:
         if reward is None:
@@ -61,9 +57,9 @@ def best_of_n(
             raise ConfigError("reward returned NaN")
         return number
 
-    check_room(branch)
-    stats = SearchStats()
-    texts = sample(branch, stats, n, seed, max_tokens, stop, drafter)
+    check_start(branch)
+    seed, stats = first_seed(branch, seed), SearchStats()
+    texts = sample(branch, stats, n, seed, max_tokens, stop)
     hypotheses = [hypothesis(text, score_of(text)) for text in texts]
     hypotheses.sort(key=lambda h: -h.score)  # among equal texts the earlier one comes first
     return SearchResult(hypotheses, stats)

@@ -1,24 +1,21 @@
 """Texts that are sampled together: they continue one branch, and share decodes.
 
 A text depends only on its seed and on the text before it. So it does not matter which texts share a
-decode, which of them had to wait, or whether they are drafted. The acceptance rule is always "seeded".
+decode, or which of them had to wait. Nothing is drafted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from ..branch import Branch
 from ..errors import CapacityError
-from ..native.interrupts import HeldInterrupts
 from ..request.request import Request
 from ..request.result import EngineStats, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
 from ..run.job import Job
-from ..speculative import Drafter, SpeculativeConfig
 from .result import Hypothesis, SearchStats
 
 
@@ -40,7 +37,6 @@ def sample(
     seed: int,
     max_tokens: int | None,
     stop: Sequence[str],
-    drafter: Drafter | None,
     *,
     parallel: int | None = None,
     is_decided: Callable[[Sequence[Result]], bool] = lambda _: False,
@@ -50,7 +46,7 @@ def sample(
     Args:
         stats: the cost; it is counted here.
         seed: the seed of text number 0; the seeds of other texts are derived from it.
-        n, max_tokens, stop, drafter: as for `best_of_n`.
+        n, max_tokens, stop: as for `best_of_n`.
         parallel: the most texts that run at a time; None = as many as there are sequences.
         is_decided: called with the texts that a step has ended; a true result ends the others, as
             "cancelled".
@@ -61,31 +57,25 @@ def sample(
     Raises:
         DecodeError, and errors of ``is_decided``: all sequences are freed.
     """
-    drafting = Drafting(branch.ctx, drafter, SpeculativeConfig(rule="seeded"), batched=True)
     counted = EngineStats()
-    client = Client(drafting, counted, parallel, max_tokens=max_tokens)
-    beginning = drafting.beginning(branch.sequence)
+    client = Client(Drafting(branch.ctx), counted, parallel, max_tokens=max_tokens)
     request = Request("", n=n, stop=stop, sampling=branch.sampling.replace(seed=seed))
-    client.queue(Job(request, "", client, seed, reports_tokens=False, beginning=beginning))
+    client.queue(Job(request, "", client, seed, reports_tokens=False, beginning=branch.sequence))
     texts: dict[int, Result] = {}
-    # Each step holds interrupts. Around all of them this costs little: only the outermost block
-    # changes the handler, which takes as long as other work of a step.
+    is_over = False
     try:
-        with HeldInterrupts() as held:
-            is_over = False
-            while client.has_unfinished and held.caught is None:
-                ended = [event.result for event in client.step() if event.result is not None]
-                ended.sort(key=lambda text: text.sample)
-                stats.decodes = counted.target_forward_passes
-                stats.tokens_decoded = client.n_decoded
-                texts |= {text.sample: text for text in ended}
-                for text in ended:
-                    if text.error is not None and not isinstance(text.error, CapacityError):
-                        raise text.error
-                if not is_over and held.let(partial(is_decided, ended)):
-                    client.abort("")
-                    is_over = True
+        while client.has_unfinished:
+            ended = [event.result for event in client.step() if event.result is not None]
+            ended.sort(key=lambda text: text.sample)
+            stats.decodes = counted.target_forward_passes
+            stats.tokens_decoded = client.n_decoded
+            texts |= {text.sample: text for text in ended}
+            for text in ended:
+                if text.error is not None and not isinstance(text.error, CapacityError):
+                    raise text.error
+            if not is_over and is_decided(ended):
+                client.abort("")
+                is_over = True
     finally:
         client.close()
-        beginning.close()
     return [texts[number] for number in sorted(texts)]

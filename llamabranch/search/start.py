@@ -5,33 +5,20 @@ from __future__ import annotations
 from ..arguments import instance, whole
 from ..branch import Branch
 from ..errors import SequencesExhaustedError
-from ..generation.drafter import checked_drafter
 from ..sampling import SamplingParams
-from ..speculative import Drafter
 
 MOST_TEXTS = 100_000  # of one search; each takes a few kilobytes, as in an engine's request
 _MOST_TOKENS = 2**31 - 1
 
 
-def check_start(branch: Branch, drafter: Drafter | None = None) -> None:
-    """Raise unless a search may start from ``branch``.
-
-    Raises:
-        ConfigError: an argument is not a branch or a drafter. BranchStateError, ClosedError: the branch
-            cannot be used. VocabularyMismatchError: the drafter cannot draft for its model.
-    """
-    instance("branch", branch, Branch, "a search needs one that has read the prompt")
-    branch.sequence.check_usable()
-    checked_drafter(drafter, branch.ctx.model)
-
-
-def check_room(branch: Branch, n_sequences: int = 1) -> None:
+def check_start(branch: Branch, n_sequences: int = 1) -> None:
     """Raise unless a branch has logits, and ``n_sequences`` sequences beside its own are free.
 
     Raises:
-        BranchStateError: the branch is pruned or empty. SequencesExhaustedError: too few are free.
+        ConfigError: it is not a branch. BranchStateError, ClosedError: it is pruned or empty, or its
+            context is closed. SequencesExhaustedError: too few sequences are free.
     """
-    ctx = branch.ctx
+    ctx = instance("branch", branch, Branch, "a search needs one that has read the prompt").ctx
     with ctx.lock:
         branch.sequence.logits_row()
         n_free = ctx.n_seq_free

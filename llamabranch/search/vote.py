@@ -16,10 +16,9 @@ from ..model import stop_strings
 from ..model.thoughts import answer_in
 from ..request.result import Result
 from ..sampling.noise import uniform
-from ..speculative import Drafter
 from .result import Hypothesis, SearchResult, SearchStats
 from .samples import hypothesis, logprobs, sample
-from .start import MOST_TEXTS, check_room, check_start, first_seed, token_limit
+from .start import MOST_TEXTS, check_start, first_seed, token_limit
 
 Answer = str | float  # bool is a number
 
@@ -37,7 +36,6 @@ def vote(
     width: int | None = None,
     stop: str | Sequence[str] = (),
     seed: int | None = None,
-    drafter: Drafter | None = None,
 ) -> SearchResult:
     """Sample ``n`` texts and let their answers vote (self-consistency, Wang et al. 2022, 2203.11171).
 
@@ -51,7 +49,7 @@ def vote(
             the same as with all ``n`` texts. None = count all texts. No other values are allowed.
         width: the most texts that are generated at a time; None = 4 with ``confidence``, otherwise as
             many as there are sequences. It changes no text.
-        stop, seed, drafter: as for ``best_of_n``.
+        stop, seed: as for ``best_of_n``.
 
     Returns:
         all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
@@ -68,7 +66,6 @@ def vote(
     Warns:
         LlamaBranchWarning: no text has an answer, or ``answer`` raised an exception.
     """
-    check_start(branch, drafter)
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
     function("answer", answer)
@@ -81,17 +78,15 @@ def vote(
             f"confidence must be 1.0 or None, not {confidence!r}",
             hint="1.0 stops when the remaining texts cannot change the answer",
         )
-    stop, seed = stop_strings(stop), first_seed(branch, seed)
+    stop = stop_strings(stop)
     ballot = _Ballot(lambda text: answer(answer_in(branch.ctx.model, text)), n)
 
     def is_decided(ended: Sequence[Result]) -> bool:
         return confidence is not None and any(map(ballot.count, ended))
 
-    check_room(branch)
-    stats = SearchStats()
-    texts = sample(
-        branch, stats, n, seed, max_tokens, stop, drafter, parallel=width, is_decided=is_decided
-    )
+    check_start(branch)
+    seed, stats = first_seed(branch, seed), SearchStats()
+    texts = sample(branch, stats, n, seed, max_tokens, stop, parallel=width, is_decided=is_decided)
     for text in texts if confidence is None else ():
         ballot.count(text)
     hypotheses, votes = ballot.ranked(texts, seed)

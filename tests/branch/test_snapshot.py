@@ -94,7 +94,7 @@ def test_loaded_branch_goes_on_to_the_bit(
             "state", "finish_reason", "is_stop",
         ):  # fmt: skip
             assert getattr(loaded, attribute) == getattr(branch, attribute), attribute
-        assert (loaded.parent, loaded.children, loaded.fork_position) == (None, [], 0)
+        assert (loaded.parent, loaded.children) == (None, [])
         assert loaded.perplexity() == branch.perplexity()
         for left, right in zip(_line(branch), _line(loaded), strict=True):
             assert left == right  # with logprob and entropy

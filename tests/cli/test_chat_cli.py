@@ -269,4 +269,4 @@ def test_what_a_chat_has_read_is_kept_in_a_folder(tmp_path: Path) -> None:
     for _ in range(2):
         result = run(*OPTIONS, "-p", story, "-n", "2", "--cache-dir", folder)
         assert result.exit_code == 0, result.stderr
-        assert len(list(folder.iterdir())) == 1
+        assert len(list(folder.glob("*.kv"))) == 1

@@ -162,3 +162,23 @@ def test_texts_that_several_sessions_have_are_evicted(ctx: Context) -> None:
     assert kept(ctx) == {10: 100}
     assert read(ctx, text(20, 450), "d").error is None
     assert kept(ctx)[20] == 450
+
+
+def test_no_session_is_read_twice_while_its_children_run(toy: lb.Model) -> None:
+    """16 clients, sub-agents of 8 sessions, in half of the cells that all of their texts have."""
+    mains = [Request(text(10 + i, 40), f"{i}", 8, session_id=f"main {i}") for i in range(8)]
+    with Context(toy, n_ctx=512, n_seq_max=16, n_threads=1, prefix_cache=True) as ctx:
+        engine = Engine(ctx, drafter=None)
+        paths = [[*text(10 + i, 40), *r.tokens] for i, r in enumerate(engine.generate(mains))]
+        results = engine.generate([
+            Request(
+                [*paths[i % 8], *text(30 + i, 30)], max_tokens=8, session_id=f"child {i}",
+                parent_session_id=f"main {i % 8}",
+            )
+            for i in range(16)
+        ])  # fmt: skip
+        assert sum(map(len, paths)) + sum(30 + len(r.tokens) for r in results) > 1.8 * ctx.n_ctx
+        for path, result in zip(paths * 2, results, strict=True):
+            assert result.finish_reason in ("length", "stop")
+            assert result.cached >= len(path) - 1
+        audit(ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import stat
@@ -86,7 +87,8 @@ def fill(make: Make, *texts: list[int], **options: Any) -> list[np.ndarray[Any, 
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+    """Return the files of texts."""
+    return sorted(path for path in folder.iterdir() if path.suffix != ".sha256")
 
 
 # -- what a restart keeps --------------------------------------------------------------------------
@@ -276,14 +278,17 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
         assert n_read(ctx, DOCUMENT)[0] == 1
 
 
-def test_swapped_files_are_not_used(opened: Make, folder: Path) -> None:
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_swapped_files_are_not_used(is_listed: bool, opened: Make, folder: Path) -> None:
     texts = DOCUMENT, text(6, 1200)
     rows = fill(opened, *texts, n_ctx=4096)
     one, two = files(folder)
     contents = one.read_bytes(), two.read_bytes()
-    one.write_bytes(contents[1])
-    two.write_bytes(contents[0])
     with opened(n_ctx=4096) as ctx:
+        if is_listed:
+            assert n_read(ctx, text(7, 20))[0] == 20
+        one.write_bytes(contents[1])
+        two.write_bytes(contents[0])
         for tokens, row in zip(texts, rows, strict=True):
             n, again = n_read(ctx, tokens)
             assert n == len(tokens)
@@ -341,6 +346,54 @@ def test_files_of_another_user_stay_and_are_not_used(opened: Make, folder: Path)
     assert path.exists()
 
 
+@pytest.mark.parametrize("name", ["unified", "non-unified", "window", "hybrid"])
+def test_random_texts_while_files_are_harmed(
+    name: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that share beginnings, restarts, a full cache; files are deleted, damaged and swapped."""
+    monkeypatch.setattr("llamabranch.context.store.MIN_STORED", 64)
+    monkeypatch.setattr("llamabranch.context.store._PIECE", 100)
+    architecture, options, _ = KINDS[name]
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
+    options = {"n_ctx": 1024, "n_seq_max": 3, "n_threads": 1} | options
+    draw = random.Random(name)
+
+    def some_text() -> list[int]:
+        tokens = text(draw.randrange(3), 300)[: draw.randint(20, 300)]
+        for _ in range(draw.randrange(4)):
+            tokens += text(draw.randrange(5), draw.randint(1, 120))
+        return tokens
+
+    def harm() -> None:
+        there = list(folder.glob("*.kv"))
+        if len(there) < 2 or draw.random() < 0.6:
+            return
+        one, two = draw.sample(there, 2)
+        content = one.read_bytes()
+        match draw.choice(("delete", "damage", "shorten", "swap")):
+            case "delete":
+                one.unlink()
+            case "damage":
+                damaged(one, draw.randrange(1 << 30))
+            case "shorten":
+                shortened(one, draw.randrange(1 << 30))
+            case "swap":
+                one.write_bytes(two.read_bytes())
+                two.write_bytes(content)
+
+    allowed = 0.0 if "exact" in options else 0.2
+    with lb.Model(path) as model, Context(model, **options) as clean:
+        for _ in range(10 * int(os.environ.get("SOAK", "1"))):
+            size = draw.choice((200_000, 20_000_000))
+            with Context(model, **options, cache_dir=folder, cache_size=size) as ctx:
+                for _ in range(draw.randint(1, 10)):
+                    harm()
+                    tokens = some_text()
+                    _, row = n_read(ctx, tokens)
+                    _, expected = n_read(clean, tokens)
+                    assert float(np.abs(row - expected).max()) <= allowed
+
+
 # -- the folder ------------------------------------------------------------------------------------
 
 
@@ -351,6 +404,26 @@ def test_names_are_hashes_and_only_the_owner_can_read(opened: Make, folder: Path
     if os.name == "posix":
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_hash_of_the_model_is_computed_once(opened: Make, folder: Path) -> None:
+    path = toys.write_llama(folder.with_name("own.gguf"), vocab="bytes", seed=5)
+    found = []
+    for content in (None, "", "x y", f"{'0' * 16} {'0' * 64}"):
+        with lb.Model(path) as model:
+            if content is not None:
+                (note,) = folder.glob("*.sha256")
+                note.write_text(content)
+            with Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+                found.append(model.fingerprint)
+    (note,) = folder.glob("*.sha256")
+    assert found == [note.read_text().split()[1]] * 4
+    note.write_text(note.read_text()[:-1] + "x")  # no hexadecimal digit
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+        assert model.fingerprint == found[0]
+    os.utime(path, (1, 1))
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1, cache_dir=folder):
+        assert len(list(folder.glob("*.sha256"))) == 2
 
 
 @pytest.mark.parametrize("place", ["file", "below a file", "null", "proc"])
@@ -415,6 +488,22 @@ def test_a_folder_that_is_deleted_meanwhile_ends_the_writing(opened: Make, folde
         n_read(ctx, text(6, 1200))
 
 
+def test_a_close_that_is_interrupted_while_it_writes_closes_the_context(
+    toy: lb.Model, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ctx = lb.load(toy.path, n_ctx=2048, n_threads=1, cache_dir=folder)
+    n_read(ctx, DOCUMENT)
+    monkeypatch.setattr("llamabranch.files.os.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ctx.close()
+    assert ctx.closed
+    assert ctx.model.closed
+    assert files(folder) == []
+
+
 # -- crashes and neighbours ------------------------------------------------------------------------
 
 WRITER = """
@@ -424,7 +513,7 @@ WRITER = """
     folder, model, end = sys.argv[1:4]
     real = os.replace
     def replace(*paths):
-        if end == "killed":
+        if end == "killed" and str(paths[1]).endswith(".kv"):
             os.kill(os.getpid(), signal.SIGKILL)
         real(*paths)
     os.replace = replace

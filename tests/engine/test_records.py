@@ -261,3 +261,16 @@ def test_repeated_runs_are_found() -> None:
     assert repeated(old, list(range(300, 400))) == repeated([], old) == repeated(old, []) == []
     assert words("a b cch=1 x", "a b cch=2 y") == ("cch=1", "cch=2")
     assert words("a", "a b") == ("a", "a")
+
+
+def test_a_prompt_may_be_the_beginning_of_an_earlier_one(ctx: Context) -> None:
+    """It parts from it nowhere; a few of its tokens are read again."""
+    tokens = list(range(20, 60))
+    ctx.complete(tokens, max_tokens=0, session_id="a")
+    assert ctx.prefix_cache is not None
+    with ctx.lock:
+        ctx.prefix_cache.evict(31)
+    ctx.complete(tokens[:14], max_tokens=0, session_id="a")
+    record = ctx.requests[-1]
+    assert 1 < record.evaluated == sum(cause.n_tokens for cause in record.causes)
+    assert not any("parts from" in cause.told for cause in record.causes)

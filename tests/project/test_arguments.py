@@ -240,7 +240,7 @@ KINDS: dict[str, Call] = {
     "logits": lambda ctx, b, x: lb.Distribution.from_logits(x),
     "entropy of logits": lambda ctx, b, x: ctx.model_entropy(logits=x),
     "a point": lambda ctx, b, x: lb.Distribution.point(x),
-    "another distribution": lambda ctx, b, x: b.distribution().total_variation(x),
+    "another distribution": lambda ctx, b, x: b.distribution().residual(x),
     "path of a model": lambda ctx, b, x: lb.Model(x),
     "name of a model": lambda ctx, b, x: lb.hub.resolve(x),
     "progress": lambda ctx, b, x: lb.Model(ctx.model.path, progress=x),

@@ -11,7 +11,7 @@ import pytest
 from test_every_search import STORY, first_letter
 
 import llamabranch as lb
-from llamabranch import Branch, Context, SuffixDrafter, search
+from llamabranch import Branch, Context, search
 from llamabranch.errors import LlamaBranchWarning
 from llamabranch.sampling.noise import derive_seed
 
@@ -132,13 +132,11 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
 @pytest.mark.filterwarnings("ignore:no text has an answer")
 @pytest.mark.parametrize(
     ("settings", "n_seeds"),
-    [({"width": 1}, 24), ({"width": 3}, 24), ({}, 24), ({"width": 2}, 160), ({"drafter": 1}, 24)],
+    [({"width": 1}, 24), ({"width": 3}, 24), ({}, 24), ({"width": 2}, 160)],
 )
 def test_the_lossless_stop_has_the_winner_of_the_whole_vote(
     ctx: Context, settings: dict[str, Any], n_seeds: int
 ) -> None:
-    if "drafter" in settings:
-        settings = {"drafter": SuffixDrafter()}
     stopped = 0
     with Branch.start(ctx, "The", sampling=WARM) as root:
         for seed in range(n_seeds):

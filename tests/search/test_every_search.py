@@ -14,7 +14,7 @@ import toys
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
-from llamabranch import Branch, Context, SuffixDrafter, search
+from llamabranch import Branch, Context, search
 from llamabranch.errors import CacheFullError, DecodeInterruptedError
 
 STORY = "The wolf ran and the wolf ran and the wolf"
@@ -40,7 +40,7 @@ RUNS: dict[str, Run] = {
         search.vote, answer=first_letter, n=8, max_tokens=6, confidence=1.0, width=1
     ),
 }
-DRAFTED = ["best_of_n", "vote", "vote decided"]
+SAMPLED = ["best_of_n", "vote", "vote decided"]
 
 
 def outcome(result: search.SearchResult) -> tuple[Any, ...]:
@@ -97,21 +97,15 @@ ROOMS: dict[str, dict[str, Any]] = {
     "small batches": {"n_seq_max": 5, "n_batch": 5},
     "few cells": {"n_seq_max": 8, "n_batch": 64},
     "own cells": {"n_seq_max": 5, "n_ctx": 5 * N_CELLS, "kv_unified": False},
-    "suffix drafts": {"n_seq_max": 8, "n_ctx": 1024},
-    "model drafts": {"n_seq_max": 8, "n_ctx": 1024},
 }
 
 
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("name", RUNS)
-def test_little_room_and_drafters_give_the_same(
-    target: lb.Model, ctx: Context, draft_ctx: Context, name: str, room: str
-) -> None:
+def test_little_room_gives_the_same(target: lb.Model, ctx: Context, name: str, room: str) -> None:
     run = RUNS[name]
     if name == "beam_search" and room not in ("small batches", "own cells"):
-        pytest.skip("it needs a sequence and cells for each beam, and takes no drafts")
-    drafters = {"suffix drafts": SuffixDrafter(), "model drafts": lb.ModelDrafter(draft_ctx)}
-    more = {"drafter": drafters[room]} if room in drafters else {}
+        pytest.skip("it needs a sequence and cells for each beam")
     with Branch.start(ctx, STORY, sampling=WARM) as root, nothing_is_left(root):
         expected = run(root)
     options = {"n_ctx": N_CELLS, "n_threads": 1, "exact": True, **ROOMS[room]}
@@ -122,16 +116,14 @@ def test_little_room_and_drafters_give_the_same(
         others = [[9] * (small.usage().cells_free - 24)] if room == "few cells" else []
         rivals = [Branch.start(small, tokens) for tokens in others]
         with nothing_is_left(root):
-            result = run(root, **more)
+            result = run(root)
         assert all(rival.position == len(others[0]) for rival in rivals)
         assert outcome(result) == outcome(expected)
-    assert draft_ctx.n_seq_free == 8 and draft_ctx.usage().cells_used == 0
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
     outcomes = []
-    more = {"drafter": SuffixDrafter()} if name in DRAFTED else {}  # it is ignored
     with lb.Model(toys.write_lfm2(tmp_path / "lfm2.gguf", vocab="bytes")) as model:
         for n_seq_max in (7, 5):
             with (
@@ -139,7 +131,7 @@ def test_recurrent_memory_searches_too(tmp_path: Path, name: str) -> None:
                 Branch.start(ctx, "abcabc", sampling=WARM) as root,
                 nothing_is_left(root),
             ):
-                outcomes.append(outcome(RUNS[name](root, **more)))
+                outcomes.append(outcome(RUNS[name](root)))
     assert [h.tokens for h in outcomes[0][0]] == [h.tokens for h in outcomes[1][0]] != []
 
 
@@ -163,7 +155,7 @@ def test_a_full_cache_ends_texts_or_the_search(target: lb.Model, name: str) -> N
         Branch.start(ctx, [9] * (ctx.usage().cells_free - 2)),
         nothing_is_left(root),
     ):
-        if name in DRAFTED:
+        if name in SAMPLED:
             hypotheses = RUNS[name](root).hypotheses
             assert {h.finish_reason for h in hypotheses} - {"decided"} == {"capacity"}
             assert {len(h.tokens) for h in hypotheses if h.finish_reason == "capacity"} == {3}
@@ -181,8 +173,6 @@ def test_a_failed_decode_leaves_nothing_behind(
 ) -> None:
     """Each decode in turn is interrupted, by llama.cpp's own abort; afterwards the text is the same."""
     run, real, n, fail_at = RUNS[name], C.llama_decode, 0, -1
-    drafted = name in DRAFTED[::2]
-    more: dict[str, Any] = {"drafter": SuffixDrafter()} if drafted else {}
 
     def decode(ptr: object, batch: C.llama_batch) -> int:
         nonlocal n
@@ -194,18 +184,15 @@ def test_a_failed_decode_leaves_nothing_behind(
     monkeypatch.setattr(C, "llama_decode", decode)
     with Branch.start(ctx, STORY, sampling=WARM) as root:
         n = 0
-        expected, n_decodes = outcome(run(root, **more)), n
+        expected, n_decodes = outcome(run(root)), n
         assert n_decodes >= 3
         for fail_at in range(n_decodes):
             n = 0
-            with nothing_is_left(root):
-                try:
-                    run(root, **more)
-                except DecodeInterruptedError:
-                    continue
-            assert drafted and n <= fail_at  # with a drafter the number of decodes may differ
+            with nothing_is_left(root), pytest.raises(DecodeInterruptedError):
+                run(root)
+            assert n > fail_at
         n, fail_at = 0, -1
-        assert outcome(run(root, **more)) == expected
+        assert outcome(run(root)) == expected
 
 
 FAILING = [("best_of_n", "reward"), ("vote", "answer"), ("vote decided", "answer")]

@@ -37,9 +37,6 @@ WRONG: dict[str, Values] = {
     ),
     "Callable[[str], float] | None": FUNCTION,
     "Callable[[str], Answer | None]": (*FUNCTION, None),
-    "Drafter | None": (
-        -1, 1, "suffix", True, [], object(), lb.SuffixDrafter,
-    ),
 }  # fmt: skip
 # What is out of the range of an argument.
 BEYOND: dict[str, Values] = {

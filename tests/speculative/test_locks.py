@@ -95,7 +95,7 @@ def test_locks_are_taken_one_after_the_other(
             for _ in range(5):
                 session.next_token(drafter)
                 session.next_token()
-        lb.search.best_of_n(branch, 3, 8, drafter=drafter)
+        lb.search.best_of_n(branch, 3, 8)
     with lb.Engine(ctx, drafter, FIXED, sampling=WARM) as engine:
         engine.generate([lb.Request(TALE, n=2, max_tokens=8), lb.Request(TALE, max_tokens=9)])
     lb.Branch.start(ctx, TALE)  # is forgotten

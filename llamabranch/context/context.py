@@ -121,16 +121,17 @@ class Context:
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
         self.decoder.handle.close_children()  # heads, which have locks of their own
-        with self.lock:
-            try:
+        try:
+            with self.lock:
                 if self.prefix_cache is not None and not self.closed:
                     self.prefix_cache.close()
-            finally:
+        finally:  # writing to a folder may be interrupted
+            with self.lock:
                 self.decoder.close()
-        if self._owns_model:
-            if not self.model.closed:
-                self.model.handle.name = "context"  # what was closed, for ClosedError
-            self.model.close()
+            if self._owns_model:
+                if not self.model.closed:
+                    self.model.handle.name = "context"  # what was closed, for ClosedError
+                self.model.close()
 
     def __enter__(self) -> Self:
         return self

@@ -211,7 +211,7 @@ class PrefixStore:
                 with suppress(OSError):
                     try:
                         self._segments[key] = self._open(key, n_bytes)
-                    except SnapshotError:
+                    except (SnapshotError, ValueError):  # ValueError: it is being cut
                         self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
@@ -324,8 +324,8 @@ class PrefixStore:
                     break
                 try:
                     state, points = self._waiting.get(segment.key) or self._contents(segment.key)
-                except (OSError, SnapshotError) as error:
-                    self._discard(segment, damaged=isinstance(error, SnapshotError))
+                except (OSError, SnapshotError, ValueError) as error:
+                    self._discard(segment, damaged=not isinstance(error, OSError))
                     break
                 except MemoryError:
                     return None
@@ -415,13 +415,19 @@ class PrefixStore:
             key = self._key(parent, start, own)
             path.insert(0, Segment(key, parent, start, own, positions, len(state)))
             self._segments[key], self._waiting[key] = path[0], (state, points)
-        if now:
+        if now or not self._has_writer():
             self._write(path)
-            return
+        else:
+            self._jobs.put(path)
+
+    def _has_writer(self) -> bool:
+        """Return whether a thread writes; it is started if it can be."""
         if self._thread is None:
-            self._thread = threading.Thread(target=in_thread(self._work), daemon=True)
-            self._thread.start()
-        self._jobs.put(path)
+            thread = threading.Thread(target=in_thread(self._work), daemon=True)
+            with suppress(RuntimeError):  # the program ends, or has too many threads
+                thread.start()
+                self._thread = thread
+        return self._thread is not None
 
     def _work(self) -> None:
         while (path := self._jobs.get()) is not None:

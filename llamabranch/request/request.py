@@ -421,9 +421,8 @@ def session_name(name: str, value: object) -> str:
         ConfigError: it is no text of 1 to 200 printable characters.
     """
     if not (0 < len(text := instance(name, value, str)) <= _LONGEST_NAME and text.isprintable()):
-        raise ConfigError(
-            f"{name} must be 1 to {_LONGEST_NAME} printable characters, not {text[:40]!r}"
-        )
+        found = repr(text) if len(text) <= _LONGEST_NAME else f"{len(text):,}"
+        raise ConfigError(f"{name} must be 1 to {_LONGEST_NAME} printable characters, not {found}")
     return text
 
 

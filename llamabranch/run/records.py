@@ -28,6 +28,7 @@ _MOST = 500  # records that are kept
 _LEAST_AGAIN = 32  # tokens; shorter runs that two prompts have in common tell nothing
 _OFTEN = 3  # misses with the same cause before a hint is given
 _STEP = 4096  # sizes of a context that are suggested
+_WORDS = re.compile(r"\D*(?:(?<!\w)(?=.)|(?=\W))", re.DOTALL)  # not up to the last character
 
 
 @dataclass(eq=False)
@@ -206,8 +207,9 @@ class Records:
         other = self._compared(record, choice.job.prompt, entry, n_known)
         n_new = n - start
         if other is not None and other.record is not None:
-            record.follows = other.record.number
             cause = self._differs(choice, other, start)
+            if cause is not None or n_common(other.all_tokens(), choice.job.prompt) >= MIN_SHARED:
+                record.follows = other.record.number
             if cause is not None:
                 causes.append(cause)
                 n_new -= cause.n_tokens
@@ -298,7 +300,8 @@ class Records:
         was, is_now = words(window["before"], window["after"])
         change = f"`{was}` became `{is_now}`"
         if runs[0].start == 0:
-            change = f"`{was}` was left out"
+            is_moved = any(run.old_start < runs[0].old_start for run in runs)
+            change = f"`{was}` was {'moved' if is_moved else 'left out'}"
         elif runs[0].old_start == 0:
             change = f"`{is_now}` was added"
         told = (
@@ -323,12 +326,13 @@ class Records:
         """Return what would help against a line that has changed often."""
         if cause.kind != "changed" or "system prompt" not in cause.place:
             return ""
-        place = PromptText(choice.job.model, choice.request.prompt, choice.job.prompt).place(
-            cause.start
-        )
+        text = PromptText(choice.job.model, choice.request.prompt, choice.job.prompt)
+        place, rest = text.place(cause.start), text.raw(cause.start).decode("utf-8", "replace")
         before = [other for record in self.all() for other in record.causes]
         n = 1 + sum(other.place == cause.place and other.is_again for other in before)
-        beginning = place.line[:40].rstrip()
+        # Whole words without digits: the next request may have others, also where two are equal.
+        whole = _WORDS.match(f"{place.line[:40]}{rest[:1]}")
+        beginning = whole[0].rstrip() if whole else ""
         if n < _OFTEN or len(beginning) < 4:
             return ""
         beginning = re.sub(r"[][\\^$.|?*+(){}]", r"\\\g<0>", beginning).replace("'", ".")

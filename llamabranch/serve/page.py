@@ -117,7 +117,11 @@ class Page:
         path = scope["path"]
         is_known = is_script or self._has_cookie(headers) or path == "/session"
         if not is_known and not (is_read and self.files.at(path) is not None):
-            raise HttpError(401, "no session: open the link that the terminal shows")
+            raise HttpError(
+                401,
+                "open the link that the terminal shows, or send a key: one of the server's, or the one "
+                "that --json prints",
+            )
 
     def _has_cookie(self, headers: Mapping[bytes, str]) -> bool:
         try:

@@ -488,6 +488,22 @@ def test_a_folder_that_is_deleted_meanwhile_ends_the_writing(opened: Make, folde
         n_read(ctx, text(6, 1200))
 
 
+def test_a_close_that_is_interrupted_while_it_writes_closes_the_context(
+    toy: lb.Model, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ctx = lb.load(toy.path, n_ctx=2048, n_threads=1, cache_dir=folder)
+    n_read(ctx, DOCUMENT)
+    monkeypatch.setattr("llamabranch.files.os.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ctx.close()
+    assert ctx.closed
+    assert ctx.model.closed
+    assert files(folder) == []
+
+
 # -- crashes and neighbours ------------------------------------------------------------------------
 
 WRITER = """

@@ -197,8 +197,40 @@ def test_a_line_that_changes_again_and_again_gets_a_hint(ctx: Context) -> None:
     for number in range(5):
         messages[0]["content"] = messages[0]["content"].replace("version=", "version=1", 1)
         hints.append(turn(ctx, messages).hint)
-        assert number < 3 or "--drop-line '^version=1" in hints[-1]
+        assert number < 3 or "--drop-line '^version='" in hints[-1]
     assert hints[:3] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("The time is 2026-11-29T23:4{0}:0{0}", "--drop-line '^The time is' leaves this line out"),
+        ("header: cch=ab{0}; v=1", "--drop-line '^header: cch=' leaves this line out"),
+        ("4{0} is the number", ""),
+    ],
+)
+def test_the_expression_of_a_hint_has_nothing_that_may_change(
+    ctx: Context, line: str, hint: str
+) -> None:
+    messages = began(0)
+    system = messages[0]["content"]
+    for number in range(5):
+        messages[0]["content"] = f"{line.format(number)}\n{system}"
+        record = turn(ctx, messages, session_id="a")
+    assert record.hint == hint
+
+
+def test_what_moved_was_not_left_out(ctx: Context) -> None:
+    lines = [*LINES[:3], *LINES[3:6]]
+    turn(ctx, [said("system", "\n".join(["Tell.", *lines]))], session_id="a")
+    moved = [said("system", "\n".join(["Tell.", *lines[3:], *lines[:3]]))]
+    told = caused(turn(ctx, moved, session_id="a"), "changed")
+    assert "was moved, in the system prompt, line 2" in told
+
+
+def test_a_request_follows_no_other_that_begins_differently(ctx: Context) -> None:
+    turn(ctx, began(0))
+    assert turn(ctx, [said("user", "Hello")]).follows is None
 
 
 def test_records_come_from_every_kind_of_call(ctx: Context) -> None:
@@ -217,6 +249,8 @@ def test_records_come_from_every_kind_of_call(ctx: Context) -> None:
     for bad in ("", "x" * 10_000, "a\nb", "\0"):
         with pytest.raises(ConfigError, match="session_id must be 1 to 200 printable characters"):
             ctx.complete("x", session_id=bad)
+    with pytest.raises(ConfigError, match="printable characters, not 10,000"):
+        ctx.complete("x", session_id="x" * 10_000)
 
 
 def test_repeated_runs_are_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -40,6 +41,10 @@ def test_expressions_that_are_invalid_or_match_everything_are_refused() -> None:
     for source in (".*", "", "^", "$", "^$", "a?", "(", "["):
         with pytest.raises((GrammarError, ConfigError), match="drop_lines"):
             ServeSettings(drop_lines=(source,))
+    for source, reason in (("a(", "'a(' is refused: unclosed group"), ("a|^b", "inside are not")):
+        with pytest.raises(GrammarError, match=re.escape(reason)) as caught:
+            ServeSettings(drop_lines=(source,))
+        assert "\n" not in str(caught.value)
 
 
 def test_an_expression_is_searched_in_linear_time() -> None:

@@ -5,6 +5,7 @@ It is imported when the first grammar is made. A failure inside it becomes a Gra
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -193,7 +194,14 @@ class LinePattern:
         from llguidance import LLMatcher, LLTokenizer
 
         head, tail = ("" if source[:1] == "^" else ".*"), ("" if source[-1:] == "$" else ".*")
-        grammar = compiled("regex", f"{head}(?:{source.removeprefix('^').removesuffix('$')}){tail}")
+        inner = source.removeprefix("^").removesuffix("$")
+        try:
+            grammar = compiled("regex", f"{head}(?:{inner}){tail}")
+        except GrammarError as error:
+            reason = re.findall("error: (.+)", str(error)) or [
+                r"^, $ and \b inside are not supported"
+            ]
+            raise GrammarError(f"{source[:100]!r} is refused: {reason[-1]}") from error
         self._matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
         if self.matches(""):
             raise GrammarError(f"{source!r} matches lines without a text")

@@ -258,7 +258,7 @@ class PrefixCache:
         """
         freed, is_over = 0, False
         while freed < n_cells and not is_over:
-            is_over, texts = True, self._in_order()
+            is_over, texts = True, self._in_order(by_worth=True)
             for text in texts:
                 if freed >= n_cells:
                     break
@@ -300,8 +300,11 @@ class PrefixCache:
         if self._store is not None:
             self._store.save(text.seq_id, text.tokens)
 
-    def _in_order(self) -> list[CachedPrefix]:
-        """Return the texts that may be evicted, the first one first."""
+    def _in_order(self, *, by_worth: bool) -> list[CachedPrefix]:
+        """Return the texts that may be evicted, the first one first.
+
+        ``by_worth``: whether texts without a session that others have shared come later.
+        """
         longest: dict[Session | None, CachedPrefix] = {}
         for text in self._kept:
             if text.session not in longest or len(text.tokens) > len(longest[text.session].tokens):
@@ -312,7 +315,7 @@ class PrefixCache:
         def rank(text: CachedPrefix) -> tuple[int, float]:
             session = text.session
             if session is None:
-                return 1, text.worth
+                return 1, text.worth if by_worth else 0
             return 0 if session.has_ended else 3 if longest[session] is text else 2, 0
 
         return sorted((text for text in self._kept if text.seq_id not in protected), key=rank)
@@ -346,7 +349,7 @@ class PrefixCache:
     @uninterrupted
     def evict_text(self) -> bool:
         """Drop the first text in the order of eviction; return False if none is left."""
-        for text in self._in_order():
+        for text in self._in_order(by_worth=False):
             _, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
             self.n_evicted += n_alone
             self._note_evicted(text, 0)

@@ -349,8 +349,6 @@ class SpeculativeStats(ConstraintStats):
     num_draft_steps: int = 0
     draft_step_time_s: float = 0.0
     verify_time_s: float = 0.0
-    sample_time_s: float = 0.0
-    rollback_time_s: float = 0.0
     plain_time_s: float = 0.0
     stop_reasons: dict[str, int] = field(default_factory=dict)
     target_decodes_by_n: dict[int, int] = field(default_factory=dict)
@@ -450,11 +448,10 @@ class SpeculativeStats(ConstraintStats):
         self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + times
         self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds
 
-    def count_plain(self, n: int, decode_s: float, sample_s: float, stopped: str) -> None:
+    def count_plain(self, n: int, decode_s: float, stopped: str) -> None:
         """Count ``n`` plain steps, their total seconds, and why there was no draft."""
         self.num_plain_steps += n
         self.plain_time_s += decode_s
-        self.sample_time_s += sample_s
         self.count_decode(1, decode_s, n)
         self.count_stop(stopped, n)
 

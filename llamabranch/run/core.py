@@ -274,7 +274,7 @@ class Core:
                 self._count(step)
                 self._postprocess(step)
                 if step.n_tokens:
-                    self._n_stuck = 0
+                    self._n_stuck, self.scheduler.is_crowded = 0, False
                     return
         stops = self.ctx.decoder.stops
         if stops.is_pending and not self.ctx.closed:

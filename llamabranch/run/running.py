@@ -257,11 +257,9 @@ class RunningText:
             return
         start = perf_counter()
         self.state.observe(self.text.n_decoded)
-        rollback_s = perf_counter() - start
         stats, draft, n_accepted, overhead_s = self.stats, *self.outcome
-        self.outcome = self.outcome._replace(overhead_s=overhead_s + rollback_s)
-        stats.sample_time_s += overhead_s
-        stats.rollback_time_s += rollback_s
+        overhead_s += perf_counter() - start
+        self.outcome = self.outcome._replace(overhead_s=overhead_s)
         trace, self._trace = self._trace, None
         if self.on_round is not None and trace is not None:
             self.on_round(replace(trace, following=self.emitted[-1], verify_s=verify_s))
@@ -282,7 +280,7 @@ class RunningText:
             verify_s, overhead_s = zip(*self._plain_s, strict=True)
             n = len(self._plain_s)
             self._plain_s.clear()
-            self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
+            self.stats.count_plain(n, sum(verify_s), NO_DRAFT.stopped)
             if self._alone:
                 plain = PLAIN._replace(overhead_s=median(overhead_s))
                 self.length.learn([plain], 1, median(verify_s), n)

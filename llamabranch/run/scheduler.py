@@ -35,6 +35,8 @@ class Scheduler:
         records: what the requests have cost.
         active: the choices that read their prompt or generate.
         idle: the parked choices that still hold a sequence, least recently used first.
+        is_crowded: a text was preempted for lack of room, and no step has decoded since. Until then
+            none is admitted, or the same ones would meet in the next step.
         no_sequence: the error if no choice is active because the context's other users hold all
             sequences; otherwise None.
     """
@@ -44,6 +46,7 @@ class Scheduler:
         self.records = records_of(ctx)
         self.active: list[Choice] = []
         self.idle: list[Choice] = []
+        self.is_crowded = False
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Job | Choice]] = []  # a heap; keys are unique
         self._held: list[Choice] = []  # of callers that run as many texts as they may
@@ -190,7 +193,7 @@ class Scheduler:
             heapq.heappush(self._queue, (self._held[-1].key, self._held[-1]))
             self._held.pop()
         while (choice := self.head()) is not None:
-            if not self._admit(choice, previous):
+            if (self.is_crowded and self.active) or not self._admit(choice, previous):
                 break
             heapq.heappop(self._queue)
             if choice.error is not None:
@@ -362,6 +365,7 @@ class Scheduler:
             return False
         choices = self.idle[:1] or [max(self.active, key=lambda active: active.key)]
         choices[0].job.caller.stats.preemptions += 1
+        self.is_crowded = True
         if not self._free_idle():
             self.active.remove(choices[0])
             self._preempt(choices[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -43,7 +42,6 @@ class ConstraintCalls:
     Attributes:
         calls: number of calls.
         rejections: number of tokens that it refused.
-        seconds: time spent in the calls.
 
     Raises:
         ConfigError: ``constraint`` is neither a function nor such an object.
@@ -51,7 +49,6 @@ class ConstraintCalls:
 
     def __init__(self, constraint: ConstraintLike) -> None:
         self.calls = self.rejections = 0
-        self.seconds = 0.0
         methods = [getattr(constraint, name, None) for name in ("prefix", "complete")]
         if not any(methods) and callable(constraint):
             methods = [constraint, constraint]
@@ -72,7 +69,6 @@ class ConstraintCalls:
         """
         method = self._complete if is_end else self._prefix
         self.calls += 1
-        start = perf_counter()
         try:
             answer = method(text) if method is not None else None
         except Exception as error:
@@ -80,8 +76,6 @@ class ConstraintCalls:
                 f"the constraint raised {error!r} for the text {text[-60:]!r}",
                 hint="it gets every beginning of a text, also within a word, and the empty one",
             ) from error
-        finally:
-            self.seconds += perf_counter() - start
         if not isinstance(answer, (bool, np.bool_)):
             raise ConfigError(
                 f"the constraint must return True or False, not {answer!r:.40}",
@@ -92,17 +86,15 @@ class ConstraintCalls:
 
 @dataclass
 class ConstraintStats:
-    """The cost of a constraint: calls, seconds in them, and refused tokens."""
+    """The cost of a constraint: calls, and refused tokens."""
 
     constraint_calls: int = 0
     constraint_rejections: int = 0
-    constraint_s: float = 0.0
 
     def count_constraint(self, calls: ConstraintCalls | None) -> None:
         """Copy the counts of a constraint, if there is one."""
         if calls is not None:
             self.constraint_calls, self.constraint_rejections = calls.calls, calls.rejections
-            self.constraint_s = calls.seconds
 
 
 class ConstraintState:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import toys
 
 import llamabranch as lb
 from llamabranch import Context, Request
@@ -48,3 +50,14 @@ def test_a_paused_text_keeps_its_cells_until_others_need_them(
             events += engine.step()
     results = {event.id: event.result for event in events if event.result is not None}
     assert [results[each].tokens for each in (name, *names)] == [each.tokens for each in alone]
+
+
+def test_texts_that_do_not_fit_together_run_one_after_the_other(tmp_path: Path) -> None:
+    """The window's cells are fewer than the table knows; no two texts may meet again and again."""
+    path = toys.write_toy(tmp_path / "window.gguf", "gemma3", vocab="bytes")
+    beginning = [2 + (i * i + 3 * i) % 190 for i in range(700)]
+    options: dict[str, Any] = {"n_ctx": 1280, "n_seq_max": 2, "n_threads": 1, "swa_full": False}
+    with lb.Model(path) as model, Context(model, **options) as ctx:
+        prompts = [beginning + [5 + k] * 30 for k in range(3)]
+        results = ctx.complete(prompts, max_tokens=3, min_tokens=3)
+        assert [result.finish_reason for result in results] == ["length"] * 3

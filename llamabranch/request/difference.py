@@ -86,12 +86,17 @@ class PromptText:
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
         """The bytes of each message's content; (end, end) if a content is not found."""
-        spans, at = [], 0
-        for message in self._messages:
-            content = (
-                str(cast("Mapping[str, object]", message).get("content") or "").strip().encode()
-            )
-            start = self._bytes.find(content, at) if content else -1
+        contents = [
+            str(cast("Mapping[str, object]", message).get("content") or "").strip().encode()
+            for message in self._messages
+        ]
+        # From the last one on: a short message may also stand in the tools before it.
+        starts, end = list[int](), len(self._bytes)
+        for content in reversed(contents):
+            starts.append(self._bytes.rfind(content, 0, end) if content else -1)
+            end = starts[-1] if starts[-1] >= 0 else end
+        spans, at = list[tuple[int, int]](), 0
+        for start, content in zip(reversed(starts), contents, strict=True):
             spans.append((start, start + len(content)) if start >= 0 else (at, at))
             at = spans[-1][1]
         return spans

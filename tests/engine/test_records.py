@@ -244,9 +244,11 @@ def test_tools_are_named_where_a_prompt_parts_from_another(ctx: Context) -> None
         function = {"name": name, "description": about, "parameters": {"type": "object"}}
         return {"type": "function", "function": function}
 
-    for name, about in zip(("look", "hear"), LINES, strict=False):
-        record = turn(ctx, [said("user", TASKS[0])], tools=[tool(name, about)], session_id="a")
-    assert "where it parts from request 0: in the tools, before message 1" in record.causes[-1].told
+    for asked in (TASKS[0], "hi"):  # a short message may stand in the tools too
+        for name in ("look", "hear"):
+            tools = [tool("hi", f"{asked} to me"), tool(name, LINES[0])]
+            record = turn(ctx, [said("user", asked)], tools=tools, session_id=asked)
+        assert ": in the tools, before message 1" in record.causes[-1].told
 
 
 def test_a_request_follows_no_other_that_begins_differently(ctx: Context) -> None:

@@ -299,7 +299,9 @@ class Records:
         place = text.place(at)
         was, is_now = words(window["before"], window["after"])
         change = f"`{was}` became `{is_now}`"
-        if runs[0].start == 0:
+        if was == is_now and not was.endswith("…"):
+            change = "white space changed"
+        elif runs[0].start == 0:
             is_moved = any(run.old_start < runs[0].old_start for run in runs)
             change = f"`{was}` was {'moved' if is_moved else 'left out'}"
         elif runs[0].old_start == 0:
@@ -319,7 +321,9 @@ class Records:
             return ""  # one of the two begins with the other
         if not choice.job.model.has_text:
             return ""
-        place = PromptText(choice.job.model, choice.request.prompt, tokens).place(at)
+        has_tools = choice.request.tools is not None
+        text = PromptText(choice.job.model, choice.request.prompt, tokens, has_tools=has_tools)
+        place = text.place(at)
         return f", where it parts from request {record.number}: {place.name}"
 
     def _hint(self, cause: Cause, choice: Choice) -> str:

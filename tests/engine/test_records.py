@@ -228,6 +228,27 @@ def test_what_moved_was_not_left_out(ctx: Context) -> None:
     assert "was moved, in the system prompt, line 2" in told
 
 
+def test_white_space_that_changed_is_no_word_that_was_added(ctx: Context) -> None:
+    for changed in ("You  tell tales.", "You\ttell tales.", "You tell tales."):
+        messages = began(0)
+        turn(ctx, messages, session_id="a")
+        messages = began(0)
+        messages[0]["content"] = messages[0]["content"].replace("You tell tales.", changed)
+        record = turn(ctx, messages, session_id="a")
+        assert record.again == 0 or ": white space changed, in the system" in record.line()
+    assert record.again == 0
+
+
+def test_tools_are_named_where_a_prompt_parts_from_another(ctx: Context) -> None:
+    def tool(name: str, about: str) -> dict[str, Any]:
+        function = {"name": name, "description": about, "parameters": {"type": "object"}}
+        return {"type": "function", "function": function}
+
+    for name, about in zip(("look", "hear"), LINES, strict=False):
+        record = turn(ctx, [said("user", TASKS[0])], tools=[tool(name, about)], session_id="a")
+    assert "where it parts from request 0: in the tools, before message 1" in record.causes[-1].told
+
+
 def test_a_request_follows_no_other_that_begins_differently(ctx: Context) -> None:
     turn(ctx, began(0))
     assert turn(ctx, [said("user", "Hello")]).follows is None

@@ -14,7 +14,7 @@ import { $, attribute, busy, fill, h, openLink, plural, set, tell, visible } fro
 const MOST = 500, WAIT_MS = 1000;
 const FRESH = ["first", "new"]; // all other causes are of tokens that had been read before
 const STATES = {
-  "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+  "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link; without a terminal, add #KEY to the address, an API key of the server.",
   "model-loading": "The model is being loaded.",
   "connection-lost": "The server does not answer. The page tries again.",
 };

@@ -189,6 +189,13 @@ class Memory:
         """Return the logits noted at the end of a sequence, if any."""
         return None
 
+    def n_first(self, n: int) -> int:
+        """Return how many of the last ``n`` tokens of a prompt to read before ``mark_before_end``."""
+        return n
+
+    def mark_before_end(self, seq_id: int) -> None:
+        """Note the end of a sequence, which lacks the last tokens of its prompt, as such a place."""
+
     @uninterrupted
     def fork(self, source: int, target: int, n: int = END) -> int:
         """Make ``target`` hold the first ``n`` tokens of ``source``, or all, and nothing else.
@@ -641,12 +648,15 @@ class States(Memory):
     Attributes:
         every: tokens from one checkpoint to the next while a text grows.
         apart: the fewest tokens from one checkpoint to the next.
+        before_end: how many tokens before the end of a prompt one is taken: the same prompt may come
+            again, or one that differs in how the answer begins.
         checkpoints: the checkpoints of all sequences.
     """
 
     can_draft = False
     every = 256
     apart = 32
+    before_end = 16
 
     def __init__(
         self, handle: ContextHandle, state_layout: StateLayout | None = None, max_bytes: int = 0
@@ -666,13 +676,21 @@ class States(Memory):
     def mark(self, seq_id: int, row: Row | None = None) -> None:
         """Take a checkpoint, unless there is one a few tokens before."""
         n_after = self.next_position(seq_id) - self.checkpoints.last(seq_id)
-        if n_after >= self.apart:
+        if n_after >= self.apart or n_after == self.before_end:
             self._take(seq_id, row)
         elif n_after == 0 and row is not None and self.checkpoints.max_bytes:
             point = self.checkpoints.find(seq_id, self.next_position(seq_id))
             if point is not None and point.row is None:
                 point.row = row.copy()
                 self.checkpoints.thin()
+
+    def n_first(self, n: int) -> int:
+        has_checkpoints = self.checkpoints.max_bytes and n >= self.apart + self.before_end
+        return n - self.before_end if has_checkpoints else n
+
+    def mark_before_end(self, seq_id: int) -> None:
+        if self.checkpoints.last(seq_id) < self.next_position(seq_id):
+            self._take(seq_id, None)
 
     def _take(self, seq_id: int, row: Row | None) -> None:
         checkpoints, n = self.checkpoints, self.next_position(seq_id)

@@ -593,7 +593,10 @@ class Choice:
             following = self.prompt[start + 1 : self.n_prompt]
             for token_row, token in zip(rows, following, strict=False):
                 self.scores.append(token_row.score(token, self.job.model, k))
-        row = rows[-1] if rows and not self.n_uncached else None
+        n_left, memory = self.n_uncached, self.job.ctx.kv_cache
+        if n_left > 0 and memory.n_first(n_left + len(tokens)) == len(tokens):
+            memory.mark_before_end(self.text.seq_id)
+        row = rows[-1] if rows and not n_left else None
         self.text.append_unscored(tokens, row, self.n_read - start)
 
     def note_read(self) -> list[Told]:

@@ -308,6 +308,8 @@ class Step:
                 left = min(left, 1 + max(0, room))
             unread = reader.unread()
             tokens = unread[: max(0, left)]
+            if len(tokens) == len(unread):
+                tokens = tokens[: ctx.kv_cache.n_first(len(tokens))]
             if wants_rows:
                 room -= len(tokens) - 1
             is_last = len(tokens) == len(unread)

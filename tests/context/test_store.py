@@ -94,6 +94,23 @@ def files(folder: Path) -> list[Path]:
 # -- what a restart keeps --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"window", "hybrid, no checkpoints"}))
+def test_the_same_request_reads_no_more_than_its_last_tokens(
+    name: str, tmp_path: Path, folder: Path
+) -> None:
+    """Also one whose last words are others, and both after a restart."""
+    architecture, options, _ = KINDS[name]
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
+    usual: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 6, "n_threads": 1, "cache_dir": folder}
+    prompts = (DOCUMENT, 16), (DOCUMENT, 16), ([*DOCUMENT[:-4], *text(1, 9)], 30)
+    with lb.Model(path) as model:
+        for i in range(2):
+            with Context(model, **usual | options) as ctx:
+                for j, (prompt, most) in enumerate(prompts):
+                    result = ctx.complete(prompt, max_tokens=3, min_tokens=3, drafter=None)
+                    assert result.evaluated <= most or i == j == 0
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_after_a_restart_only_new_tokens_are_read(name: str, tmp_path: Path, folder: Path) -> None:
     architecture, options, has_parts = KINDS[name]

@@ -101,7 +101,8 @@ def test_reference_has_every_public_name_once() -> None:
     )
     expected += [f"errors.{name}" for name, _ in errors if name not in top and name[0] != "_"]
     expected += ["context.Capabilities", "context.PromptProgress", "context.TokenScore"]
-    expected += ["context.Usage", "engine.EngineStats", "engine.Job", "sampling.Sampler"]
+    expected += ["context.Usage", "engine.Cause", "engine.EngineStats", "engine.Job"]
+    expected += ["engine.Record", "sampling.Sampler"]
     expected += ["model.TextDecoder", "model.ToolCall", "model.VocabularyReport", "model.Turn"]
     expected += ["model.TurnEvent", "model.TurnFormat", "model.TurnParts", "model.TurnReader"]
     assert sorted(directives) == sorted(expected)

@@ -103,5 +103,7 @@ def application(
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    found = HttpError(error.status_code, error.detail)  # type: ignore[attr-defined]
-    return reply(found.body_for(door_of(request.url.path)), found.status)
+    path = request.url.path
+    told = f"{error.detail}: {request.method} {path[:100]}"  # type: ignore[attr-defined]
+    found = HttpError(error.status_code, told)  # type: ignore[attr-defined]
+    return reply(found.body_for(door_of(path)), found.status)

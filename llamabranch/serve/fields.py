@@ -147,7 +147,7 @@ async def prepared(
     try:
         jobs = await to_thread(prepare)
     except CacheFullError as error:
-        raise HttpError(400, f"{TOO_LONG}: {error.message}", param=param) from None
+        raise HttpError(400, f"{TOO_LONG}: {error.message} (-c)", param=param) from None
     for job in jobs:
         service.check_room(job.prompt, job.max_tokens, param)
     return jobs

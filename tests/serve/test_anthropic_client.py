@@ -322,7 +322,8 @@ def test_errors_of_other_kinds(claude: Any, server: Serving, api: Any) -> None:
     api.headers["x-api-key"] = "secret"
     assert "max_tokens" in post(api, 400, "/v1/messages", messages=HELLO)["error"]["message"]
     for path in ("/v1/messages/batches", "/v1/messages/count_tokens/x"):
-        assert post(api, 404, path)["error"]["type"] == "not_found_error"
+        error = post(api, 404, path)["error"]
+        assert error["type"] == "not_found_error" and f"POST {path}" in error["message"]
 
 
 # -- sessions --------------------------------------------------------------------------------------

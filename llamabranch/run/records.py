@@ -332,7 +332,9 @@ class Records:
             return ""
         text = PromptText(choice.job.model, choice.request.prompt, choice.job.prompt)
         place, rest = text.place(cause.start), text.raw(cause.start).decode("utf-8", "replace")
-        before = [other for record in self.all() for other in record.causes]
+        session = choice.request.session_id or ""
+        records = [record for record in self.all() if record.session == session]
+        before = [other for record in records for other in record.causes]
         n = 1 + sum(other.place == cause.place and other.is_again for other in before)
         # Whole words without digits: the next request may have others, also where two are equal.
         whole = _WORDS.match(f"{place.line[:40]}{rest[:1]}")

@@ -28,7 +28,9 @@ _ENDS = {
 }
 
 
-@with_options("system", *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, "cache_dir", *opt.OUTPUT_OPTIONS)
+@with_options(
+    "system", *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.FOLDER_OPTIONS, *opt.OUTPUT_OPTIONS
+)
 def agent(
     given: Given,
     console: Console,

@@ -221,7 +221,12 @@ class ChatSession:
 
 
 @with_options(
-    "max_tokens", "system", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "cache_dir", "verbose"
+    "max_tokens",
+    "system",
+    *opt.SAMPLING_OPTIONS,
+    *opt.DRAFT_OPTIONS,
+    *opt.FOLDER_OPTIONS,
+    "verbose",
 )
 def chat(
     given: Given,

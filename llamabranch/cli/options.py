@@ -55,6 +55,7 @@ MorePrompts = Annotated[
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
 MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
 DRAFT_OPTIONS = ("model", "draft", "draft_max", *MODEL_OPTIONS[1:])
+FOLDER_OPTIONS = ("cache_dir", "cache_size")
 OUTPUT_OPTIONS = ("as_json", "verbose")
 
 
@@ -130,6 +131,9 @@ class Given:
     )
     cache_dir: str | None = shared(
         None, "--cache-dir", "What was read is kept here.", MODEL, metavar="DIR"
+    )
+    cache_size: str | None = shared(
+        None, "--cache-size", "Its most bytes; 8GiB by default.", MODEL, metavar="SIZE"
     )
     as_json: bool = shared(False, "--json", "Print one JSON object and nothing else.", OUTPUT)
     verbose: bool = shared(
@@ -219,7 +223,8 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        folder = {} if self.cache_dir is None else {"cache_dir": self.cache_dir}
+        folder = {name: getattr(self, name) for name in FOLDER_OPTIONS}
+        folder = {name: value for name, value in folder.items() if value is not None}
         options = self.load_options() | folder | more | self.set("load")
         if not options.get("n_ctx"):
             trained = trained_length(name) or MOST_CELLS
@@ -236,7 +241,7 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
     the command with one line and an exit code.
     """
     types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
-    names = names or tuple(name for name in known if name != "cache_dir")
+    names = names or tuple(name for name in known if name not in FOLDER_OPTIONS)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)

@@ -20,7 +20,12 @@ _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
 @with_options(
-    "max_tokens", *opt.SAMPLING_OPTIONS, *opt.DRAFT_OPTIONS, "cache_dir", *opt.OUTPUT_OPTIONS
+    "max_tokens",
+    *opt.SAMPLING_OPTIONS,
+    "draft",
+    *opt.MODEL_OPTIONS,
+    *opt.FOLDER_OPTIONS,
+    *opt.OUTPUT_OPTIONS,
 )
 def serve(
     given: Given,

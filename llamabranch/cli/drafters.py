@@ -10,7 +10,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, Drafter, Model, hub
 
 from .console import Console
-from .options import Given, load
+from .options import FOLDER_OPTIONS, Given, load
 
 Names = tuple[str, tuple[str, ...]]  # of a target and of its drafters
 SUFFIX = "suffix"  # copies from the text
@@ -106,7 +106,7 @@ def _open(part: str, given: Given, target: lb.Context, console: Console) -> Draf
         ctx = console.resources.enter_context(lb.Context(target.model, target=target))
     else:
         options = given.load_options() | {"n_ctx": target.n_ctx, "n_seq_max": target.n_seq_max}
-        for name in ("chat_template", "cache_dir"):
+        for name in ("chat_template", *FOLDER_OPTIONS):
             options.pop(name, None)
         is_head = Model.is_head(hub.resolve(part, download=None))
         ctx = load(part, console, target=target if is_head else None, **options)

@@ -207,6 +207,8 @@ class Given:
             "n_threads_batch": self.threads,
             "kv_type": self.kv_type,
             "flash_attention": _SWITCH[self.flash_attn],
+            "cache_dir": self.cache_dir,
+            "cache_size": self.cache_size,
         }
         options = {name: value for name, value in flags.items() if value is not None}
         return options | self.set("load")
@@ -223,9 +225,7 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
-        folder = {name: getattr(self, name) for name in FOLDER_OPTIONS}
-        folder = {name: value for name, value in folder.items() if value is not None}
-        options = self.load_options() | folder | more | self.set("load")
+        options = self.load_options() | more | self.set("load")
         if not options.get("n_ctx"):
             trained = trained_length(name) or MOST_CELLS
             n_texts = min(n_texts, options.get("n_seq_max", n_texts))

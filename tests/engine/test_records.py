@@ -128,9 +128,13 @@ def test_an_answer_that_comes_back_differently_is_named(ctx: Context, number: in
     result = ctx.chat(messages, regex="[a-z]{120}", seed=number, temperature=1.5)
     longer = [*messages, said("assistant", result.text), said("user", "And then?")]
     assert "split into other tokens" in caused(turn(ctx, longer), "retokenized")
-    longer = [*messages, said("assistant", "I say no more of the bear."), said("user", "And then?")]
-    record = turn(ctx, longer)
-    assert record.again == 0 or "the client sent the last answer changed" in record.line()
+
+    messages = began(number)
+    messages[0]["content"] += "\nA third one."
+    ctx.chat(messages, regex="[a-z]{60}", seed=number, session_id="c")
+    changed = [*messages, said("assistant", " ".join(LINES[:2])), said("user", "And then?")]
+    told = caused(turn(ctx, changed, session_id="c"), "rewritten")
+    assert "the client sent the last answer changed" in told
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -12,8 +12,9 @@ evicting them would free nothing. Texts go in this order:
 3. texts of a session except its longest, least recently used first;
 4. the longest texts of sessions, least recently used first.
 
-The longest text of a session is not evicted while a session below it runs. While a request of one waits,
-other requests wait, too, rather than take the cells, unless only one text runs.
+The longest text of a session is not evicted while a session below it runs. It is also kept while a
+request of such a session waits: the requests of other sessions then wait for other cells. Only if no more
+than one text runs may it be evicted, so that something always runs.
 """
 
 from __future__ import annotations
@@ -165,8 +166,10 @@ class PrefixCache:
             The sequence; None if ``take`` has to copy, or if there is nothing to take.
         """
         n, text = self._find(tokens)
-        if text is None or text.seq_id in self._protected() or self.n_common(tokens) > n:
+        if text is None or text.seq_id in self._protected():
             return None
+        if self._store is not None and self._store.n_common(tokens, n) > n:
+            return None  # `take` reads more of it from the folder
         self._kept.move_to_end(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
         is_cheap = self._memory.forks_copy and (not n_lost or (is_full and n_lost < n))

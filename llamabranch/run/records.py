@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from time import perf_counter, time
 
 from msgspec.structs import replace
@@ -77,6 +78,37 @@ class Entry(TextNode):
             parts.append(entry.tokens if end is None else entry.tokens[: end - entry.at])
             end = entry.at
         return [token for part in reversed(parts) for token in part]
+
+
+class Compared:
+    """A prompt beside an earlier text.
+
+    Args:
+        choice: has the prompt.
+        entry, record: the earlier text, and its request.
+
+    Attributes:
+        old: the tokens of the earlier text.
+        at: how many tokens both begin with.
+    """
+
+    def __init__(self, choice: Choice, entry: Entry, record: Record) -> None:
+        self.choice, self.entry, self.record = choice, entry, record
+        self.old = entry.all_tokens()
+        self.at = n_common(self.old, choice.job.prompt)
+
+    @property
+    def is_in_answer(self) -> bool:
+        """Whether they part in the earlier answer, with which a prompt's last tokens may be joined."""
+        return self.at > self.record.num_prompt_tokens - MIN_SHARED
+
+    @cached_property
+    def text(self) -> PromptText:
+        """The text of the prompt."""
+        job, request = self.choice.job, self.choice.request
+        return PromptText(
+            job.model, request.prompt, job.prompt, has_tools=request.tools is not None
+        )
 
 
 class Records:
@@ -177,8 +209,8 @@ class Records:
             entry = found
 
     def _compared(
-        self, record: Record, tokens: list[int], entry: Entry, n_known: int
-    ) -> Entry | None:
+        self, choice: Choice, record: Record, entry: Entry, n_known: int
+    ) -> Compared | None:
         """Return the text that a prompt is compared with, or None.
 
         It is the last one of its session, or of the session above, unless the prompt begins more like
@@ -187,12 +219,15 @@ class Records:
         for name in filter(None, (record.session, record.parent)):
             for each in reversed(self._entries):
                 if each.record is not None and each.record.session == name:
-                    if n_common(each.all_tokens(), tokens) >= min(n_known, len(tokens) - 1):
-                        return each
+                    compared = Compared(choice, each, each.record)
+                    if compared.at >= n_known:
+                        return compared
                     break
-        if n_known >= MIN_SHARED and entry.record is not None:
-            return entry
-        return self._entries[-1] if self._entries and not record.session else None
+        if n_known < MIN_SHARED:
+            if not self._entries or record.session:
+                return None
+            entry = self._entries[-1]
+        return None if entry.record is None else Compared(choice, entry, entry.record)
 
     def _explain(self, choice: Choice, record: Record, entry: Entry, n_known: int) -> None:
         """Find the causes why tokens of a prompt are read."""
@@ -204,16 +239,16 @@ class Records:
             causes.append(self._lost(choice, entry, n_cached, n_known))
         else:
             start = n_cached
-        other = self._compared(record, choice.job.prompt, entry, n_known)
+        compared = self._compared(choice, record, entry, n_known)
         n_new = n - start
-        if other is not None and other.record is not None:
-            cause = self._differs(choice, other, start)
-            if cause is not None or n_common(other.all_tokens(), choice.job.prompt) >= MIN_SHARED:
-                record.follows = other.record.number
+        if compared is not None:
+            cause = self._differs(compared, start)
+            if cause is not None or compared.at >= MIN_SHARED:
+                record.follows = compared.record.number
             if cause is not None:
                 causes.append(cause)
                 n_new -= cause.n_tokens
-                record.hint = record.hint or self._hint(cause, choice)
+                record.hint = self._hint(cause, compared)
         if n_new > 0:
             is_first = start < MIN_SHARED and not causes
             told = f"{n_new:,} new token{'s' * (n_new > 1)} after token {start:,}"
@@ -221,8 +256,8 @@ class Records:
                 told = "the last token, which is always read"
             elif is_first:
                 told = f"{n_new:,} tokens that begin like nothing before"
-            elif other is not None:
-                told += self._parted(choice, other)
+            elif compared is not None:
+                told += self._parted(compared)
             causes.append(Cause("first" if is_first else "new", n_new, told, start))
 
     def _lost(self, choice: Choice, entry: Entry, n_cached: int, n_known: int) -> Cause:
@@ -253,20 +288,16 @@ class Records:
         )
         return Cause("evicted", n, told, n_cached, number)
 
-    def _differs(self, choice: Choice, other: Entry, start: int) -> Cause | None:
+    def _differs(self, compared: Compared, start: int) -> Cause | None:
         """Return how a prompt differs from an earlier text, if that is why tokens are read."""
-        tokens, old, model = choice.job.prompt, other.all_tokens(), choice.job.model
-        at = n_common(old, tokens)
-        record = other.record
-        if record is None or at >= min(len(old), len(tokens)) or not model.has_text:
+        choice, record, old, at = compared.choice, compared.record, compared.old, compared.at
+        tokens, model = choice.job.prompt, choice.job.model
+        if at >= min(len(old), len(tokens)) or not model.has_text:
             return None
-        number, prompt = record.number, choice.request.prompt
-        has_tools = choice.request.tools is not None
-        text = PromptText(model, prompt, tokens, has_tools=has_tools)
+        number, prompt, text = record.number, choice.request.prompt, compared.text
         old_text = PromptText(model, prompt, old)
         window = {"before": around(old_text, at, len(old)), "after": around(text, at, len(tokens))}
-        # The last tokens of a prompt may be joined with the answer's first ones.
-        if at > record.num_prompt_tokens - MIN_SHARED:
+        if compared.is_in_answer:
             message, raw, rest = text.answer_at(at), old_text.raw(at), text.raw(at)
             if rest.startswith(raw):
                 n = text.position(len(text.raw(0)) - len(rest) + len(raw) - 1) + 1 - max(at, start)
@@ -281,9 +312,9 @@ class Records:
                 n = text.end_of(message) - max(at, start)
                 sent = str(dict(prompt[message]).get("content") or "")  # type: ignore[arg-type]
                 what = "the client sent the last answer changed"
-                if sent.strip() == other.answer.strip():
+                if sent.strip() == compared.entry.answer.strip():
                     what = "the template writes the last answer differently"
-                    if other.n_thought:
+                    if compared.entry.n_thought:
                         what = "the template leaves out earlier thoughts"
                 told = f"{what}: {n:,} tokens from token {at:,} on"
                 return (
@@ -311,26 +342,22 @@ class Records:
         )
         return Cause("changed", n, told, at, number, place.name, **window)
 
-    def _parted(self, choice: Choice, other: Entry) -> str:
+    def _parted(self, compared: Compared) -> str:
         """Return where a prompt parts from the last one of its session, if it does not continue it."""
-        tokens, session = choice.job.prompt, choice.request.session_id
-        at, record = n_common(other.all_tokens(), tokens), other.record
-        if record is None or session is None or record.session != session:
+        job, request, record = compared.choice.job, compared.choice.request, compared.record
+        is_same = request.session_id is not None and record.session == request.session_id
+        if not is_same or compared.is_in_answer or compared.at == len(job.prompt):
+            return ""  # or one of the two begins with the other
+        if not job.model.has_text:
             return ""
-        if at > record.num_prompt_tokens - MIN_SHARED or at == len(tokens):
-            return ""  # one of the two begins with the other
-        if not choice.job.model.has_text:
-            return ""
-        has_tools = choice.request.tools is not None
-        text = PromptText(choice.job.model, choice.request.prompt, tokens, has_tools=has_tools)
-        place = text.place(at)
+        place = compared.text.place(compared.at)
         return f", where it parts from request {record.number}: {place.name}"
 
-    def _hint(self, cause: Cause, choice: Choice) -> str:
+    def _hint(self, cause: Cause, compared: Compared) -> str:
         """Return what would help against a line that has changed often."""
         if cause.kind != "changed" or "system prompt" not in cause.place:
             return ""
-        text = PromptText(choice.job.model, choice.request.prompt, choice.job.prompt)
+        choice, text = compared.choice, compared.text
         place, rest = text.place(cause.start), text.raw(cause.start).decode("utf-8", "replace")
         session = choice.request.session_id or ""
         records = [record for record in self.all() if record.session == session]

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct, field
 
-KINDS = {
-    "first": "nothing that begins like it was read before",
-    "new": "it continues a text that was read before",
-    "changed": "it differs from an earlier request, and tokens after the difference were read before",
-    "evicted": "the tokens were read before, and their cells were needed for other texts",
-    "rewritten": "the chat template, or the client, writes an earlier answer differently",
-    "retokenized": "an earlier answer has the same text and other tokens",
-    "memory": "the model's memory cannot return to the place where the texts part",
-    "scored": "the request asks for the log-probabilities of these tokens",
-}
+Kind = Literal[
+    "first", "new", "changed", "evicted", "rewritten", "retokenized", "memory", "scored"
+]  # fmt: skip
 
 
 class Cause(Struct, frozen=True, omit_defaults=True):
     """Why tokens of a prompt were read.
 
     Attributes:
-        kind: one of ``KINDS``.
+        kind: "first" (no earlier text begins like the prompt), "new" (it continues an earlier text),
+            "changed" (it differs from an earlier request), "evicted" (other texts needed the cells),
+            "rewritten" (the chat template or the client writes an earlier answer differently),
+            "retokenized" (an earlier answer has the same text, but other tokens), "memory" (the
+            model's memory cannot return to the place where the texts part) or "scored" (the request
+            asks for the log-probabilities of these tokens).
         n_tokens: how many tokens were read for this reason.
         told: the reason in words.
         start: the position of the first of them.
@@ -29,7 +29,7 @@ class Cause(Struct, frozen=True, omit_defaults=True):
         before, after: the text around the first difference, there and here.
     """
 
-    kind: str
+    kind: Kind
     n_tokens: int
     told: str
     start: int = 0

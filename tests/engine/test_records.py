@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import toys
@@ -15,7 +15,7 @@ from engine_runs import heard
 from llamabranch import Context, Engine, Model, Request
 from llamabranch.errors import ConfigError
 from llamabranch.request.difference import repeated, words
-from llamabranch.request.record import KINDS, Record
+from llamabranch.request.record import Kind, Record
 
 # The tools, if there are any, and no earlier thoughts.
 TEMPLATE = (
@@ -75,7 +75,7 @@ def turn(ctx: Context, messages: Messages, **options: Any) -> Record:
     assert (record.num_prompt_tokens, record.cached) == (result.num_prompt_tokens, result.cached)
     assert (record.evaluated, record.generated) == (result.evaluated, result.generated)
     assert sum(cause.n_tokens for cause in record.causes) == record.evaluated
-    assert all(cause.kind in KINDS and cause.told for cause in record.causes)
+    assert all(cause.kind in get_args(Kind) and cause.told for cause in record.causes)
     return record
 
 

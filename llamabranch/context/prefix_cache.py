@@ -56,7 +56,7 @@ class CachedPrefix:
 
     @property
     def worth(self) -> float:
-        """How long it is kept: it grows with each use, and with time as other texts are evicted."""
+        """Texts are evicted in the order of this number. Each use of a text makes it larger."""
         return self.age + 1 + min(_MOST_SHARED, self.n_shared / len(self.tokens))
 
 
@@ -272,7 +272,10 @@ class PrefixCache:
         return freed
 
     def _is_in(self, text: CachedPrefix, texts: Iterable[CachedPrefix]) -> bool:
-        """Drop a text that another session's text has too, so that each waits for the other one."""
+        """Drop a text that is the beginning of another one; return whether it was dropped.
+
+        Two sessions may hold the same cells. Then neither has cells that only it uses.
+        """
         others = (other for other in texts if other is not text and other in self._kept)
         is_in = text in self._kept and longest_prefix(others, text.tokens)[0] == len(text.tokens)
         if is_in:
@@ -330,7 +333,7 @@ class PrefixCache:
         return {text.seq_id for text in kept if text is not None}
 
     def _reserved(self) -> set[int]:
-        """Return also those above a session whose request waits: others wait rather than take them."""
+        """Return the protected sequences, and those above a session that has a waiting request."""
         return self._protected() | {text.seq_id for text in self._above(self.sessions.asked())}
 
     def _above(self, sessions: Iterable[Session]) -> list[CachedPrefix]:

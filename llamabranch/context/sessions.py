@@ -55,7 +55,7 @@ class Sessions:
         self._by_name: WeakValueDictionary[str, Session] = WeakValueDictionary()
 
     def of(self, name: str, parent: str | None, ttl: float) -> Session:
-        """Return a session. A new parent is taken over, unless it comes from this session itself."""
+        """Return a session. It moves below ``parent``, unless that one is below this session."""
         session = self._by_name.get(name)
         if session is None:
             session = self._by_name[name] = Session(name, None)

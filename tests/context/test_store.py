@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ DOCUMENT = text(0, 1200)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def _is_never_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's measured speed never counts: on a busy machine a toy is decoded faster."""
+    monkeypatch.setattr("llamabranch.context.store._KNOWN_S", -1)
 
 
 @pytest.fixture
@@ -223,7 +230,10 @@ def test_a_program_that_never_closes_its_context_keeps_it_too(folder: Path) -> N
     assert len(files(folder)) == 1
 
 
-def test_reading_that_would_be_slower_is_not_done(opened: Make) -> None:
+def test_reading_that_would_be_slower_is_not_done(
+    opened: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamabranch.context.store._KNOWN_S", 600)
     fill(opened, DOCUMENT, text(6, 700))
     with opened() as ctx:
         assert n_read(ctx, DOCUMENT)[0] == 1  # the folder is measured
@@ -404,7 +414,8 @@ def test_random_texts_while_files_are_harmed(
             size = draw.choice((200_000, 20_000_000))
             with Context(model, **options, cache_dir=folder, cache_size=size) as ctx:
                 for _ in range(draw.randint(1, 10)):
-                    harm()
+                    with suppress(FileNotFoundError):  # the context's thread makes space
+                        harm()
                     tokens = some_text()
                     _, row = n_read(ctx, tokens)
                     _, expected = n_read(clean, tokens)

@@ -191,6 +191,7 @@ class PrefixStore:
     def _list(self) -> None:
         """Find out which segments there are, if the folder has changed."""
         there: dict[str, int] = {}
+        waiting = set(self._waiting)  # before the folder is read: they are written meanwhile
         try:
             seen = self._folder.stat().st_mtime_ns
             if seen == self._seen:
@@ -204,7 +205,7 @@ class PrefixStore:
             seen = None  # the folder is gone
         self._seen = seen
         for key in [*self._segments]:
-            if key not in there and key not in self._waiting:
+            if key not in there and key not in waiting:
                 del self._segments[key]
         for key, n_bytes in there.items():
             if key not in self._segments:

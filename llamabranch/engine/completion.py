@@ -1,7 +1,8 @@
 """One call of `complete` or `chat`, also of their asynchronous forms: its requests and its answer.
 
-A call is checked completely before anything is decoded. Then ``Context`` asks for its texts as a caller
-of its own, and ``AsyncEngine`` as the engine. The K/V of the texts stays in the context's prefix cache.
+A call is checked completely before anything is decoded. Then ``Context`` queues its jobs with a client
+of their own, and ``AsyncEngine`` with the engine's client. The K/V of the texts stays in the context's
+prefix cache.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Call:
 
     Attributes:
         requests: one for each prompt.
-        jobs: of these requests.
+        jobs: the jobs of these requests.
         drafter: the drafter that the user passed.
-        found: for each prompt the first result that came; its ``choices`` are all.
+        found: for each prompt the first result that arrived; its ``choices`` has all of them.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Call:
         return f"prompts[{index}]" if n > 1 else ""
 
     def prepare(self, make: Callable[[int, Request], Job]) -> list[Job]:
-        """Return the jobs of all requests, which ``make`` makes.
+        """Make a job of each request with ``make``; return the jobs.
 
         Raises:
             ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: a prompt is
@@ -127,7 +128,7 @@ class Call:
         return self.jobs
 
     def events(self, client: Client) -> Events:
-        """Ask for the jobs, which are those of ``client``, and yield their events.
+        """Queue the jobs, which belong to ``client``, and yield their events.
 
         Raises:
             LlamaBranchError: at the end, the reason why no text has a token.
@@ -236,7 +237,7 @@ def _client(
     drafters: dict[bool, Drafter],
     requests: Sequence[Request],
 ) -> Client:
-    """Return who asks for requests; for ``drafters`` see ``run``."""
+    """Return the client that queues the requests; for ``drafters`` see ``run``."""
     with ctx.lock:
         ctx.decoder.check_open()
         ctx.keep_prefixes()

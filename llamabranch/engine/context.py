@@ -225,7 +225,7 @@ class Context(CacheContext):
         """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
 
         The texts of all jobs, calls and engines of the context share decodes, so every step continues
-        them, whoever runs it. The drafter and the limit are those of ``complete``.
+        them, no matter which caller runs it. The drafter and the limit are those of ``complete``.
 
         Raises:
             ConfigError, UnsupportedError, GrammarError, TokenizeError: the request is invalid.

@@ -85,7 +85,7 @@ class Engine:
         seed: the seed in use.
         sampling: the settings for requests that have none.
         owns_target: whether the target is closed with the engine.
-        client: asks for the added requests; for ``AsyncEngine``, not for users.
+        client: queues the added requests; for ``AsyncEngine``, not for users.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Engine:
         self._adding = threading.RLock()  # a handler of a signal may abort too
         self._n_added = 0
         self._is_closed = False
-        # Every call of ``stream`` asks for itself, with its own ids. A stream that is
+        # Every call of ``stream`` has a client and ids of its own. A stream that is
         # garbage-collected removes itself from the list; these list operations are atomic, so
         # ``abort`` needs no lock.
         self._streams: list[weakref.ref[RequestStream]] = []
@@ -147,7 +147,7 @@ class Engine:
         return self._seed if self._repeats or not n else derive_seed(self._seed, n)
 
     def new_client(self) -> Client:
-        """Return a caller with the settings of the engine, for requests of its own."""
+        """Return a new client with the settings of the engine."""
         return Client(
             self._drafting, self.stats, self._parallel, self._wait_s, self.sampling,
             self._max_tokens,
@@ -160,7 +160,7 @@ class Engine:
         self.close()
 
     def __del__(self) -> None:
-        """Free the sequences of a forgotten engine, which functions of its requests may refer to."""
+        """Free the sequences of an unclosed engine; functions of its requests may refer to it."""
         with suppress(Exception):
             self.client.close()
 
@@ -188,7 +188,8 @@ class Engine:
     def submit(self, request: AnyRequest) -> Job:
         """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
 
-        Every step on the context continues them, whoever runs it. The id is unique in the job only.
+        Every step on the context continues them, no matter which caller runs it. The id is unique in
+        the job only.
 
         Raises:
             ConfigError, TokenizeError: the request is invalid. ClosedError: the engine is closed.
@@ -197,7 +198,7 @@ class Engine:
         return self.new_client().submit(request, self._draw_seed())
 
     def prepare(self, request: AnyRequest | Job, *, reports_tokens: bool = True) -> Job:
-        """Return a request with its tokens, checked, for ``queue``; a job stays as it is.
+        """Check a request and return its job, for ``queue``; a job is returned as it is.
 
         Raises:
             LlamaBranchError: as ``add_request``.
@@ -223,7 +224,7 @@ class Engine:
                 self.client.queue(job)
 
     def _check_addable(self, name: str, more: int = 0) -> None:
-        """Raise unless a request of this id may be queued, with ``more`` before it."""
+        """Raise unless a request with this id may be queued after ``more`` others."""
         self._check_open()
         if name in self.client.jobs:
             raise ConfigError(f"a request with the id {name!r} is unfinished")
@@ -337,7 +338,7 @@ class Engine:
         """Yield every event (a token, or the end of a text) as it happens.
 
         Requests are read as they are needed, a few more than can run at a time. If reading them raises,
-        the exception is raised after the requests read before have ended.
+        the exception is raised once the requests read so far have ended.
 
         All sequences are freed when the iterator ends or is closed.
 

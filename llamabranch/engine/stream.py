@@ -20,7 +20,7 @@ class RequestStream:
     Any thread may call ``abort``.
 
     Args:
-        client: asks for them; it must have no other requests.
+        client: queues them; it must have no other requests.
         requests: requests or prompts, or a single one. The requests in a list are checked at once,
             and begin in the order of their priorities.
         seed: the seeds of the texts are derived from it, unless a request has one.

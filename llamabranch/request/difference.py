@@ -11,16 +11,16 @@ from typing import NamedTuple, cast
 from ..model import Message, Model, is_chat
 from ..model.text import n_common
 
-_RUN = 16  # tokens: a repeated run of twice as many is always found, a shorter one perhaps
+_RUN = 16  # tokens; a repeated run of twice this length is always found, a shorter one sometimes
 _AROUND = 200  # characters of a text on each side of a difference
-_WORD = 40  # characters of a word that is told
+_WORD = 40  # the most characters of a word that is shown
 
 
 class Run(NamedTuple):
-    """Tokens that stand in two texts.
+    """A run of tokens that occurs in both of two texts.
 
     Attributes:
-        start, old_start: where, in the new and in the old text.
+        start, old_start: where it begins in the new and in the old text.
         n: how many.
     """
 
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 def repeated(old: Sequence[int], new: Sequence[int]) -> list[Run]:
-    """Return the runs of ``new`` that ``old`` has too, in the order of ``new``."""
+    """Return the runs of ``new`` that also occur in ``old``, in the order of ``new``."""
     places = {tuple(old[i : i + _RUN]): i for i in range(0, len(old) - _RUN + 1, _RUN)}
     runs, at, end = list[Run](), 0, 0
     while at + _RUN <= len(new) and places:
@@ -46,10 +46,10 @@ def repeated(old: Sequence[int], new: Sequence[int]) -> list[Run]:
 
 
 class Place(NamedTuple):
-    """Where a token stands in a prompt.
+    """Where a token is in a prompt.
 
     Attributes:
-        name: for people: "in the system prompt, line 2".
+        name: the place in words, such as "in the system prompt, line 2".
         line: the text of that line up to the token; "" outside of messages.
     """
 
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class PromptText:
-    """The text of a prompt, and where its messages stand in it.
+    """The text of a prompt, and where its messages are in it.
 
     Args:
         model: reads the tokens.
@@ -90,7 +90,7 @@ class PromptText:
             str(cast("Mapping[str, object]", message).get("content") or "").strip().encode()
             for message in self._messages
         ]
-        # From the last one on: a short message may also stand in the tools before it.
+        # Search backwards, because a short message may also occur in the tools before it.
         starts, end = list[int](), len(self._bytes)
         for content in reversed(contents):
             starts.append(self._bytes.rfind(content, 0, end) if content else -1)
@@ -113,11 +113,11 @@ class PromptText:
         return self._bytes[self._offset(start) :]
 
     def position(self, offset: int) -> int:
-        """Return the token that has a byte."""
+        """Return the index of the token that contains a byte."""
         return bisect_right(self._ends, offset)
 
     def place(self, position: int) -> Place:
-        """Return where a token stands; what counts is its last byte."""
+        """Return where the last byte of a token is."""
         offset, last = self._offset(position), self._offset(position + 1) - 1
         if not self._messages:
             lines = self._bytes[: max(offset, last)].split(b"\n")
@@ -160,7 +160,7 @@ def around(text: PromptText, position: int, end: int) -> str:
 
 
 def words(before: str, after: str) -> tuple[str, str]:
-    """Return the first word that differs in two texts that begin alike, of each."""
+    """Return the first word of each text that differs; the texts begin alike."""
     n = n_common(before, after)
     start = max(before.rfind(space, 0, n) for space in " \n\t") + 1
     first = [(text[start:].split() or [""])[0] for text in (before, after)]

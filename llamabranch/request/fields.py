@@ -266,7 +266,7 @@ class LineFields(TextFields, kw_only=True, forbid_unknown_fields=True):
         """Return the prompt or the messages.
 
         Raises:
-            ConfigError: there is none, or there are both.
+            ConfigError: there is neither, or there are both.
         """
         prompts = [each for each in (self.prompt, self.messages) if each not in (None, [])]
         if len(prompts) != 1:

@@ -1,4 +1,4 @@
-"""What a request has cost: a record of each, with the reason why tokens were read."""
+"""What each request has cost, and why its tokens were read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cause(Struct, frozen=True, omit_defaults=True):
         start: the position of the first of them.
         compared_with: the number of the earlier request that it is compared with; None = none.
         place: where the texts differ: the message, and the line in it.
-        before, after: the text around the first difference, there and here.
+        before, after: the text around the first difference, in the earlier request and in this one.
     """
 
     kind: Kind
@@ -49,20 +49,20 @@ class Record(Struct, omit_defaults=True):
 
     Attributes:
         number: counts the requests of a context, from 0.
-        time: when its prompt was begun, in seconds since 1970.
-        door: how it came: "messages", "chat", "completions" (the endpoints of a server) or "python".
+        time: when it was admitted, in seconds since 1970.
+        door: where it came from: "messages", "chat", "completions" (endpoints of a server) or "python".
         id: the id of the request.
-        session, parent: its session, and the session which that one continues.
+        session, parent: its session, and the parent of that session.
         num_prompt_tokens, cached, evaluated: tokens of the prompt; those that were not read because
             they were in the cache; those that were read.
         generated: tokens of all its texts.
-        queued_s, read_s, write_s: seconds until the prompt was begun, until the first token of the first
-            text, and from there to the end.
+        queued_s, read_s, write_s: seconds until it was admitted, from there to the first token of its
+            first text, and from there to the end of that text.
         finish_reason: of its first text; "" while it runs.
         causes: why ``evaluated`` tokens were read; their ``n_tokens`` add up to that.
         follows: the number of the request whose prompt, or answer, it continues or differs from.
         dropped: lines of its system prompt that were left out.
-        hint: what would help, if something would.
+        hint: what would help; "" if nothing is known.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Record(Struct, omit_defaults=True):
 
     @property
     def again(self) -> int:
-        """How many of its tokens were read although they had been read before."""
+        """How many of its tokens had been read before and were read again."""
         return sum(cause.n_tokens for cause in self.causes if cause.is_again)
 
     def line(self) -> str:

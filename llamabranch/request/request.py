@@ -164,10 +164,11 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         add_generation_prompt: for messages: whether an answer begins after them; None = yes.
         session_id: the session that the request belongs to, such as one conversation of an agent. The
             K/V of the longest text of a session is kept longer than that of other texts.
-        parent_session_id: the session from which this one began, such as a sub-agent's. While requests of
-            this session run, they never evict the text of the parent.
+        parent_session_id: the session from which this one was started; for a sub-agent, the session of
+            the agent that called it. Requests of this session never evict the text of the parent while
+            they run.
         ttl: seconds after its last request until a session counts as ended: its K/V is then evicted
-            first. 0 = as soon as no request of it runs.
+            first. 0 = as soon as none of its requests is running.
 
     Raises:
         ConfigError: a value is out of range. GrammarError: the grammar is invalid.
@@ -261,7 +262,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             force_setattr(self, name, value)
 
     def _set_grammar(self) -> None:
-        """Make the grammar of whatever describes it."""
+        """Set ``grammar`` from the one field that describes it."""
         if sum(getattr(self, name) is not None for name in _GRAMMARS) > 1:
             raise ConfigError(f"use only one of {', '.join(_GRAMMARS)}")
         grammar = self.grammar
@@ -418,7 +419,7 @@ def session_name(name: str, value: object) -> str:
     """Return ``value`` if it can name a session; ``name`` is the argument's.
 
     Raises:
-        ConfigError: it is no text of 1 to 200 printable characters.
+        ConfigError: it is not a text of 1 to 200 printable characters.
     """
     if not (0 < len(text := instance(name, value, str)) <= _LONGEST_NAME and text.isprintable()):
         found = repr(text) if len(text) <= _LONGEST_NAME else f"{len(text):,}"

@@ -1,4 +1,4 @@
-"""A text that was generated, the events until then, and an engine's totals."""
+"""A generated text, the events while it is generated, and an engine's totals."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Result(Generic[T]):
         return 0 < len(self.tokens) == self.n_thought_tokens
 
     def separate_calls(self, model: Model) -> Turn:
-        """Return the turn; make ``text`` the content of a text that may call functions."""
+        """Return the turn. If the text may call functions, set ``text`` to the content of the turn."""
         if self.tools is None or not self.tools.is_used:
             return self.turn
         self.note_written(model)

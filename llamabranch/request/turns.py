@@ -13,10 +13,10 @@ from ..model.tools import Tools
 
 
 def shown_pieces(token: Produced | None, events: Sequence[TurnEvent]) -> list[Produced]:
-    """Return a token with the text of its own kind in the events; texts of other kinds come before it.
+    """Return the events' texts as tokens: ``token`` gets the text of its kind; others come before it.
 
     Args:
-        token: a token of a thought or an answer; None = all texts are without a token.
+        token: a token of a thought or an answer; None = return only texts without a token.
         events: from `TurnPieces`.
     """
     shown = []
@@ -32,7 +32,7 @@ def shown_pieces(token: Produced | None, events: Sequence[TurnEvent]) -> list[Pr
 
 
 class TurnPieces:
-    """Reads the pieces of one text; all its events together are the turn of the complete text.
+    """Reads a text in pieces; all events together are the turn of the complete text.
 
     Args:
         tools: the functions that the text may call.
@@ -66,8 +66,8 @@ class TurnPieces:
         """Return the events of the next piece.
 
         Args:
-            thought: of the thought.
-            written: of the answer, with the names of control tokens.
+            thought: a piece of the thought.
+            written: a piece of the answer, with the names of control tokens.
         """
         events: list[TurnEvent] = []
         if thought:
@@ -100,10 +100,10 @@ class TurnPieces:
         return [TurnEvent("thought", text)] if text else []
 
     def _answer_events(self, found: list[TurnEvent]) -> list[TurnEvent]:
-        """Return events without the content of the beginning."""
+        """Return the events without the content of ``begun``."""
         events = []
         for event in found:
-            if event.kind == "thought":  # in the answer; it counts if it is the first
+            if event.kind == "thought":  # in the answer; only the first thought counts
                 events += [] if self._thought else self._tell_thought(event.text)
                 continue
             if event.kind == "content":

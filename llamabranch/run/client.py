@@ -29,13 +29,13 @@ class Client(Caller):
         drafting, stats, parallel, wait_s, sampling, max_tokens: as for `Caller`.
 
     Attributes:
-        jobs: the requests that have a result which was not taken yet, by their ids.
+        jobs: the requests with a result that was not taken yet, by id.
     """
 
     jobs: dict[str, Job] = field(init=False, default_factory=dict)
     # The next events that ``step`` returns.
     _told: list[Event] = field(init=False, default_factory=list)
-    # Runs the jobs; None before the first step. It is then told what was not sent.
+    # Runs the jobs; None before the first step, which sends it everything in ``_unsent``.
     _core: Core | None = field(init=False, default=None)
     _unsent: deque[tuple[str, Job]] = field(init=False, default_factory=deque)
     _binding: RLock = field(init=False, default_factory=forkable_lock)
@@ -123,11 +123,11 @@ class Client(Caller):
     # -- steps ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Run one step, or wait for one of another thread; return the events of this caller.
+        """Run one step, or wait for another thread's step; return the events of this caller.
 
         Raises:
-            DecodeError: the decode failed or was interrupted. The requests are as before the step,
-                and the next call continues them.
+            DecodeError: the decode failed or was interrupted. The requests are as they were before the
+                step, and the next call continues them.
         """
         if not (self.events or self._told) and self.failure is None:
             self._bound().advance(self)
@@ -153,7 +153,7 @@ class Client(Caller):
             raise
 
     def _read(self, job: Job, event: Event) -> list[Event]:
-        """Return an event as ``step`` does; nothing if its job was closed in the middle of a step."""
+        """Return an event as the caller gets it; nothing if its job was closed during the step."""
         return job.read(event) if self.jobs.get(job.name) is job else []
 
     def run(self, read_next: Callable[[], bool] = lambda: False) -> Generator[Event, None, None]:
@@ -164,7 +164,7 @@ class Client(Caller):
                 fewer requests wait than can run.
 
         Raises:
-            UsageError: a step is running that has called this function.
+            UsageError: a running step called this function.
             DecodeInterruptedError: a decode was interrupted. The requests end with "cancelled"; their
                 last events come before the exception.
         """
@@ -187,7 +187,7 @@ class Client(Caller):
             self.close()
 
     def _bound(self) -> Core:
-        """Return the core that runs its jobs, and tell it what it does not know yet."""
+        """Return the core that runs its jobs, after sending it everything that was not sent yet."""
         with self._binding:
             if self._core is None:
                 self._core = core_of(self.drafting.ctx)
@@ -224,7 +224,7 @@ class Client(Caller):
             raise
 
     def check_free(self) -> None:
-        """Raise UsageError if a step is running that has called this function."""
+        """Raise UsageError if a running step called this function."""
         core = self._core
         if core is not None:
             core.check_free()

@@ -71,7 +71,7 @@ class Core:
         self.scheduler = Scheduler(ctx)
         self._inner: weakref.ref[Core] | None = None
         self._lock = forkable_lock()  # held during a step
-        self._mail: deque[tuple[str, Job]] = deque()  # what callers want of the next step
+        self._mail: deque[tuple[str, Job]] = deque()  # what callers asked of the next step
         self._events: deque[Told] = deque()  # of this step
         self._step: Step | None = None
         self._at: Choice | None = None  # whose function may run now, outside of ``_step``
@@ -91,11 +91,11 @@ class Core:
     # -- callers -------------------------------------------------------------------------------------
 
     def send(self, what: str, job: Job) -> None:
-        """Tell the next step what a caller wants: "add", "abort", "resume" or "drop" a request.
+        """Ask the next step to "add", "abort", "resume" or "drop" a request.
 
-        A request that is dropped ends without a result. A decode that reads the prompt of a request
-        that ends can take seconds, so it is stopped. The stopped step changes nothing, and the other
-        texts repeat it.
+        A dropped request ends without a result. If the running decode reads the prompt of a request
+        that is to end, it is stopped, because it can take seconds. A stopped step changes nothing, and
+        the next step continues the other texts.
         """
         if what in ("abort", "drop"):
             job.is_aborted = True
@@ -106,7 +106,7 @@ class Core:
                     self._stop()
 
     def tidy(self) -> None:
-        """Do now what callers want, unless a step is running; that step does it at its end."""
+        """Do what callers asked for now, unless a step is running, which does it at its end."""
         while self._mail and self._lock.acquire(blocking=False):
             try:
                 if self.is_in_step():
@@ -127,7 +127,7 @@ class Core:
             self._deliver()
 
     def is_in_step(self) -> bool:
-        """Return whether the caller is a function that a step of this core has called.
+        """Return whether the calling code runs inside a step of this core.
 
         An exception may end a step at any line, before its end can be recorded. So this looks at the
         functions that are running.
@@ -151,10 +151,10 @@ class Core:
         return core
 
     def advance(self, caller: Caller) -> None:
-        """Run a step of all texts, unless another thread's step has brought news for ``caller``.
+        """Run a step of all texts, unless another thread's step already has events for ``caller``.
 
         Raises:
-            UsageError: a step is running, which has called this function.
+            UsageError: a running step called this function.
             BaseException: a function of ``caller`` raised it, or a signal handler. No text is lost.
         """
         self.check_free()
@@ -180,7 +180,7 @@ class Core:
         self.tidy()
 
     def check_free(self) -> None:
-        """Raise UsageError if the caller is a function that a step of this core has called."""
+        """Raise UsageError if the calling code runs inside a step of this core."""
         if self.is_in_step():
             raise UsageError(
                 "a function that a step of the engine calls cannot step or close this engine",
@@ -208,7 +208,7 @@ class Core:
         self._is_interrupted = False
 
     def _blamed(self, caller: Caller) -> list[Caller]:
-        """Return the callers whose function has raised an error; else all that took part in the step."""
+        """Return the callers whose function raised the error, or else all that took part in the step."""
         at: object = self._at or (None if self._step is None else self._step.at)
         active = self.scheduler.active
         callers = [choice.job.caller for choice in active]
@@ -241,7 +241,7 @@ class Core:
 
     @staticmethod
     def _stats_of(choices: Sequence[Choice], *more: Caller) -> list[EngineStats]:
-        """Return the totals in which a step of these texts counts; callers may share them."""
+        """Return the totals that a step of these texts adds to; callers may share them."""
         callers = [*(choice.job.caller for choice in choices), *more]
         return list({id(caller.stats): caller.stats for caller in callers}.values())
 
@@ -278,7 +278,7 @@ class Core:
                     return
         stops = self.ctx.decoder.stops
         if stops.is_pending and not self.ctx.closed:
-            with self.ctx.lock:  # another thread's decode may be the one that stops
+            with self.ctx.lock:  # the interrupt may have stopped another thread's decode
                 if stops.is_pending:
                     stops.note_stopped()
                     raise DecodeInterruptedError("interrupted while nothing was decoded")
@@ -320,7 +320,7 @@ class Core:
         self.ctx.decoder.stops.stop_thread(self, self._thread)
 
     def _read_mail(self) -> None:
-        """Do what callers want."""
+        """Do what callers asked for."""
         scheduler = self.scheduler
         while self._mail:
             what, job = self._mail[0]
@@ -341,7 +341,7 @@ class Core:
             self._mail.popleft()
 
     def _schedule(self) -> tuple[list[Choice], list[Choice]]:
-        """Do what callers want, and admit the texts that fit.
+        """Do what callers asked for, and admit the texts that fit.
 
         Returns:
             the texts that generate, and those that read their prompt.
@@ -371,7 +371,7 @@ class Core:
 
         Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
-        # In a user's function that a decode calls, nobody else can work.
+        # Inside a user's function that a decode calls, no other thread can decode.
         if is_held(self.ctx.lock):
             return False
         n_decodes = self.ctx.decoder.n_decodes

@@ -1,6 +1,6 @@
-"""A request that is run (`Job`), and its texts: each text is a `Choice` with a state.
+"""A running request (`Job`) and its texts: each text is a `Choice` with a state.
 
-The texts of a request continue its prompt, or a text that exists already, as in a search.
+The texts of a request continue its prompt, or an existing text, as in a search.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Caller(ABC):
             hold all sequences.
         events: the events of its texts that it has not taken yet.
         n_decoded: how many tokens of its texts were decoded.
-        failure: the error of a step that it has not taken yet. Until then its texts are parked.
+        failure: a step's error that was not raised to it yet. Until then its texts are parked.
     """
 
     drafting: Drafting
@@ -88,10 +88,10 @@ class Caller(ABC):
 
 
 class Job:
-    """A request that runs; see ``Context.submit``.
+    """A running request; see ``Context.submit``.
 
-    ``for event in job`` yields its events. Its texts are choices: it creates the choice of a text when
-    the text is the next in the queue.
+    ``for event in job`` yields its events. Each of its texts is a `Choice`, which is created when the
+    text is next in the queue.
 
     Args:
         request, name: the request and its id.
@@ -122,7 +122,7 @@ class Job:
         max_tokens: the most tokens of a text, including its thought; None = no limit.
         seed: the seed of its first text.
         session: the session of the request, if it names one.
-        door, dropped: how the request came, and lines that were left out; see `Record`.
+        door, dropped: where the request came from, and lines that were left out; see `Record`.
         record: what it has cost, from its first admission on.
     """
 
@@ -173,7 +173,7 @@ class Job:
         return not (self.choices or self.samples)
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the events of its caller: of this job, if it was submitted by itself."""
+        """Yield the events of its caller, which are only this job's if it was submitted by itself."""
         return self.caller.run()
 
     @property
@@ -188,9 +188,9 @@ class Job:
         self.caller.abort(self.name)
 
     def read(self, event: Event) -> list[Event]:
-        """Return an event as its caller gets it: the turns of a conversation are told in their parts.
+        """Return an event as its caller gets it: for a conversation, with the parts of the turn.
 
-        Events with text that was held back may come before it.
+        Events with held-back text may come before it.
         """
         number, result, told, shown = event.sample, event.result, list[TurnEvent](), event.emitted
         pieces, held = self._turn_pieces(number), list[Produced]()
@@ -213,7 +213,7 @@ class Job:
         return [*(Event(self.name, number, each) for each in held), event]
 
     def _turn_pieces(self, number: int) -> TurnPieces | None:
-        """Return what reads the turn of a text; None for a text that is no answer."""
+        """Return the reader of a text's turn; None if the text is not an answer."""
         if self.tools is None:
             return None
         if number not in self._pieces:
@@ -232,7 +232,7 @@ class Job:
 
     @property
     def rests(self) -> bool:
-        """Whether its texts are not to be continued for now."""
+        """Whether its texts must not be continued for now."""
         return self.is_paused or self.caller.failure is not None
 
     @property
@@ -248,7 +248,7 @@ class Job:
         return choice
 
 
-Told = tuple[Job, Event]  # an event, and whose it is
+Told = tuple[Job, Event]  # an event, and its job
 
 
 class Choice:
@@ -324,7 +324,7 @@ class Choice:
         self._reading: Reading | None = None  # only if the request asks for progress
         self.is_announced = True
         self._admitted: float | None = None
-        # Of the memory when it was admitted; -1 = cells were out of order then.
+        # ``disorders`` of the memory at its admission; -1 = cells were out of order then.
         self._disorders = -1
         self._first: float | None = None
         self._last: float | None = None
@@ -546,7 +546,7 @@ class Choice:
 
     @property
     def to_cache(self) -> list[int]:
-        """The prompt and the generated tokens but the last, which the next round decodes.
+        """The prompt and all generated tokens except the last, which the next round decodes.
 
         The cache must hold them before that round.
         """
@@ -618,7 +618,7 @@ class Choice:
         progress: PromptProgress | None = None,
         ended_thought: Sequence[Produced] = (),
     ) -> list[Told]:
-        """Return an event of it; see `Event`."""
+        """Return an event of this text; see `Event`."""
         event = Event(self.name, self.sample, None, result, progress, ended_thought=ended_thought)
         return [(self.job, event)]
 

@@ -26,9 +26,9 @@ from ..request.result import Result
 from .job import Choice
 
 _MOST = 500  # records that are kept
-_LEAST_AGAIN = 32  # tokens; shorter runs that two prompts have in common tell nothing
+_LEAST_AGAIN = 32  # tokens; shorter runs that two prompts share mean nothing
 _OFTEN = 3  # misses with the same cause before a hint is given
-_STEP = 4096  # sizes of a context that are suggested
+_STEP = 4096  # tokens; suggested context sizes are multiples of it
 _WORDS = re.compile(r"\D*(?:(?<!\w)(?=.)|(?=\W))", re.DOTALL)  # not up to the last character
 
 
@@ -81,7 +81,7 @@ class Entry(TextNode):
 
 
 class Compared:
-    """A prompt beside an earlier text.
+    """A prompt and the earlier text that it is compared with.
 
     Args:
         choice: has the prompt.
@@ -89,7 +89,7 @@ class Compared:
 
     Attributes:
         old: the tokens of the earlier text.
-        at: how many tokens both begin with.
+        at: how many tokens they share at the beginning.
     """
 
     def __init__(self, choice: Choice, entry: Entry, record: Record) -> None:
@@ -131,7 +131,7 @@ class Records:
     # -- what happens --------------------------------------------------------------------------------
 
     def note_asker(self, choice: Choice | None) -> None:
-        """Note for which text cells are evicted from now on; None = not for a text of a request."""
+        """Note which text needs the cells that are evicted from now on; None = no request's text."""
         self._asker, prefixes = choice, self._ctx.prefix_cache
         if prefixes is not None:
             prefixes.asker = None if choice is None else choice.job.session
@@ -154,7 +154,7 @@ class Records:
                 return
 
     def begin(self, choice: Choice, n_cached: int) -> None:
-        """Record that a request is admitted, the first ``n_cached`` tokens of its prompt being cached."""
+        """Record that a request is admitted with the first ``n_cached`` tokens of its prompt cached."""
         job = choice.job
         if job.record is not None or job.beginning is not None:
             return
@@ -213,8 +213,8 @@ class Records:
     ) -> Compared | None:
         """Return the text that a prompt is compared with, or None.
 
-        It is the last one of its session, or of the session above, unless the prompt begins more like
-        another one.
+        It is the last text of its session, or else of the parent session, unless the prompt shares a
+        longer beginning with another text.
         """
         for name in filter(None, (record.session, record.parent)):
             for each in reversed(self._entries):
@@ -230,7 +230,7 @@ class Records:
         return None if entry.record is None else Compared(choice, entry, entry.record)
 
     def _explain(self, choice: Choice, record: Record, entry: Entry, n_known: int) -> None:
-        """Find the causes why tokens of a prompt are read."""
+        """Find out why tokens of a prompt are read."""
         n, n_cached = record.num_prompt_tokens, record.cached
         n_known = min(n_known, n - 1)  # the last token is always read
         start = max(n_cached, n_known)
@@ -343,18 +343,18 @@ class Records:
         return Cause("changed", n, told, at, number, place.name, **window)
 
     def _parted(self, compared: Compared) -> str:
-        """Return where a prompt parts from the last one of its session, if it does not continue it."""
+        """Return where a prompt differs from the last one of its session, unless it continues it."""
         job, request, record = compared.choice.job, compared.choice.request, compared.record
         is_same = request.session_id is not None and record.session == request.session_id
         if not is_same or compared.is_in_answer or compared.at == len(job.prompt):
-            return ""  # or one of the two begins with the other
+            return ""  # or one prompt is the beginning of the other
         if not job.model.has_text:
             return ""
         place = compared.text.place(compared.at)
         return f", where it parts from request {record.number}: {place.name}"
 
     def _hint(self, cause: Cause, compared: Compared) -> str:
-        """Return what would help against a line that has changed often."""
+        """Return a hint about a line that has changed often, or ""."""
         if cause.kind != "changed" or "system prompt" not in cause.place:
             return ""
         choice, text = compared.choice, compared.text

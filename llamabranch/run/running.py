@@ -1,4 +1,4 @@
-"""A text that the loop runs: its draft, its draws, and its report of each round."""
+"""A running text: its draft, its draws, and its report of each round."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunningText:
 
     Args:
         drafting: how it is drafted.
-        text: has read its prompt.
+        text: the text; its prompt has been read.
         state: drafts for it.
         rule: how drafted tokens are accepted.
         stats: counts its rounds.

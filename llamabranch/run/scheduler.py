@@ -35,8 +35,8 @@ class Scheduler:
         records: what the requests have cost.
         active: the choices that read their prompt or generate.
         idle: the parked choices that still hold a sequence, least recently used first.
-        is_crowded: a text was preempted for lack of room, and no step has decoded since. Until then
-            none is admitted, or the same ones would meet in the next step.
+        is_crowded: a text was preempted for lack of room, and no step has decoded since. Until then no
+            text is admitted, because the same texts would run out of room again in the next step.
         no_sequence: the error if no choice is active because the context's other users hold all
             sequences; otherwise None.
     """
@@ -49,7 +49,7 @@ class Scheduler:
         self.is_crowded = False
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Job | Choice]] = []  # a heap; keys are unique
-        self._held: list[Choice] = []  # of callers that run as many texts as they may
+        self._held: list[Choice] = []  # of callers that already run ``parallel`` texts
         self._known: dict[Job, None] = {}  # requests with unfinished texts
 
     # -- the queue -----------------------------------------------------------------------------------
@@ -109,12 +109,12 @@ class Scheduler:
         heapq.heappush(self._queue, (choice.key, choice))
 
     def _is_full(self, caller: Caller) -> bool:
-        """Return whether a caller runs as many texts as it may."""
+        """Return whether a caller already runs ``parallel`` texts."""
         most = caller.parallel
         return most is not None and most <= sum(c.job.caller is caller for c in self.active)
 
     def resume(self, job: Job) -> None:
-        """Continue the texts of a request that rested."""
+        """Continue the parked texts of a request."""
         if job in self._known:
             for choice in job.choices.values():
                 if choice.state is State.PARKED:
@@ -312,7 +312,7 @@ class Scheduler:
             if other.sequence is None:
                 continue
             cells = other.cells
-            if other.job.rests:  # it does not read on
+            if other.job.rests:  # it will not read the rest of its prompt
                 cells = cells[: other.sequence.n_cached]
             n = memory.usable(other.sequence.seq_id, n_common(cells, wanted))
             if n >= MIN_SHARED and n > best[1]:
@@ -348,7 +348,7 @@ class Scheduler:
         return self._ctx.n_seq_free > 0 or self._free_idle(source)
 
     def _free_idle(self, source: Choice | None = None) -> bool:
-        """Free the sequence of an idle choice other than ``source``; return False without one."""
+        """Free the sequence of an idle choice other than ``source``; return False if there is none."""
         oldest = next((choice for choice in self.idle if choice is not source), None)
         if oldest is None:
             return False

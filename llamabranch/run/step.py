@@ -87,12 +87,12 @@ class Step:
         ctx: the context that generates.
         running: the texts; the cache lacks the last token of each.
         readers: read tokens into other texts, in the same decode, as far as it has room.
-        around: returns a context for a decode with readers; no other decode runs meanwhile.
+        around: returns a context manager for a decode with readers; no other decode runs inside it.
 
     Attributes:
         members: ``running`` and ``readers``.
         counts: how many tokens of each member the decode had; empty without a decode.
-        draft_decodes: the decodes of each drafter, by how it drafts.
+        draft_decodes: how many decodes each drafter made.
         verify_s: seconds of the decode.
         no_room: the error if the cache has no room for the step, else None. Nothing has changed
             then, and the caller must free cells.
@@ -177,7 +177,7 @@ class Step:
         self.at = None
 
     def _drafted(self) -> dict[Drafting, list[RunningText]]:
-        """Return the texts that are drafted, by how."""
+        """Return the texts that are drafted, grouped by `Drafting`."""
         groups: dict[Drafting, list[RunningText]] = {}
         for member in self._running:
             if member.drafting.drafts:
@@ -200,7 +200,7 @@ class Step:
             self._fit_together()
 
     def _propose(self, drafting: Drafting, members: Sequence[RunningText], room: int) -> int:
-        """Give texts drafts of at most ``room`` tokens together; return how much is left of it."""
+        """Give texts drafts of at most ``room`` tokens in total; return how much room is left."""
         asked: list[RunningText] = []
         requests: list[DraftRequest] = []
         for member in members:
@@ -293,7 +293,7 @@ class Step:
         self.at = None
 
     def _pack(self) -> tuple[Batch, list[list[int]]]:
-        """Return the batch of a step, and the tokens in it of each member."""
+        """Return the batch of a step, and the tokens of each member in it."""
         ctx, batch = self._ctx, Batch()
         texts = [
             member.plan().tokens if member.draft.tokens else member.text.lacking()

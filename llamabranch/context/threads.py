@@ -17,7 +17,7 @@ _EVERY, _SLOW_S = 8, 0.02  # one in 8 decodes is timed, and every one after a sl
 _LAP, _LAP_S = 4, 1.0  # decodes are compared in laps of this many, or of this many seconds
 _IDLE = 0.8  # threads on idle cores get at least this share of them
 _WORTH = 0.9  # a change must bring the time to this share or less
-_HOPELESS, _MOST_OTHER = 3.0, 8  # a trial fails at a decode 3 times slower, or after 8 of other sizes
+_HOPELESS, _MOST_OTHER = 3.0, 8  # a trial fails if 3 times slower, or after 8 of other sizes
 _PAUSE, _MOST_PAUSE = 16, 1024  # laps until the next trial; doubled after each failed one
 
 

@@ -1,8 +1,9 @@
-"""Which sequence uses which cells of the K/V cache: pure Python accounting, checked against llama.cpp.
+"""Which sequence uses which cells of the K/V cache, kept in Python and checked against llama.cpp.
 
 A fork shares the cells of its prefix, so a set of sequences uses fewer cells than the sum of their
-lengths. Cells are written in *runs*: one sequence's uninterrupted appends. A sequence refers to
-slices of runs, both its own and inherited ones. A cell is free when no sequence refers to it.
+lengths. Cells are written in *runs*: one sequence's uninterrupted appends. A sequence refers to slices
+of runs: its own, and those it inherited from the sequence it was forked from. A cell is free when no
+sequence refers to it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
     ``cells_shared`` are used by two or more sequences. ``sequences`` gives the tokens of each
-    sequence that is not empty. ``cells_reserved`` are free but temporarily not reused, so that no
-    sequence gets a cell below its earlier ones; ``in_order`` is False once some had to be reused
-    before that was safe. ``cells_cached`` are used by the prefix cache alone. They count as free,
-    because the cache drops them when they are needed. ``cells_per_sequence`` is the number of cells
-    of each sequence with non-unified KV (``kv_unified=False``): no other sequence can use them, and
-    no cell is shared or reserved.
+    sequence that is not empty. ``cells_reserved`` are free but not reused for now, because a later
+    token of some sequence could then get a cell below its earlier tokens. ``in_order`` is False if some
+    had to be reused anyway. ``cells_cached`` are used by the prefix cache alone. They count as free,
+    because the cache drops them when they are needed. With non-unified KV (``kv_unified=False``),
+    ``cells_per_sequence`` is the number of cells that each sequence has to itself; no cell is shared or
+    reserved.
     """
 
     cells_total: int
@@ -37,16 +38,16 @@ class Usage:
 
     @property
     def cells_free(self) -> int:
-        """Cells that no sequence uses, or only the prefix cache."""
+        """Cells that are unused, or used only by the prefix cache."""
         return self.cells_total - self.cells_used
 
 
 class _Run:
-    """Cells written one after another by one sequence, each with its write index:
-    how many cells of the cache were written before it.
+    """Cells that one sequence wrote one after another. A cell's write index is the number of cells
+    written before it.
 
-    ``users`` are the sequences that refer to at least one of the cells. Of hundreds of cached
-    prefixes, only a few do.
+    ``users`` are the sequences that refer to at least one of the cells: only a few, even with hundreds
+    of cached prefixes.
     """
 
     __slots__ = ("owner", "users", "write_indices")
@@ -83,10 +84,10 @@ class _Sequence:
 
 
 class CellTable:
-    """The cells of every sequence; mirrors decode, copy and remove of llama.cpp's unified cache.
+    """The cells of every sequence; it follows the decodes, copies and removals of the unified cache.
 
     A table may have more than a context's ``n_seq_max`` sequences. The others belong to the prefix
-    cache and only keep cells.
+    cache, which never decodes them.
 
     Attributes:
         with_holes: sequences that may lack positions below their last one.
@@ -95,18 +96,19 @@ class CellTable:
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
         self.n_cells = n_cells
         self.n_seq_max = n_seq_max
-        # Cells written so far; a later one has a higher cell index if no hole was filled.
+        # How many cells were written so far. A cell written later has a higher index, unless it filled
+        # a hole.
         self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
         self.with_holes: set[int] = set()
 
     @property
     def n_sequences(self) -> int:
-        """Return the number of sequences, including those that only keep cells."""
+        """Return the number of sequences, including the prefix cache's."""
         return len(self._sequences)
 
     def make_sequence(self, seq_id: int) -> None:
-        """Make sure that there is a sequence ``seq_id``."""
+        """Add the sequence ``seq_id`` if it does not exist yet."""
         while len(self._sequences) <= seq_id:
             self._sequences.append(_Sequence())
 
@@ -115,7 +117,7 @@ class CellTable:
         return self._sequences[seq_id].next_position
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
-        """Return the smallest position of ``seq_id`` from ``start`` on, or -1 if it has none there."""
+        """Return the smallest position of ``seq_id`` at or after ``start``, or -1 if there is none."""
         smallest = -1
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
@@ -128,7 +130,7 @@ class CellTable:
         return sum(s.high - s.low for s in self._sequences[seq_id].slices)
 
     def append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
-        """Record ``n`` new tokens at the end of ``seq_id``; ``write_indices`` None = the next ones."""
+        """Record ``n`` new tokens at the end of ``seq_id``, by default with the next write indices."""
         if write_indices is None:
             write_indices = range(self.clock, self.clock + n)
             self.clock += n
@@ -148,12 +150,12 @@ class CellTable:
         sequence.next_position += n
 
     def newest(self, *, but: int = -1) -> int:
-        """Return the largest write index at the end of a sequence other than ``but``; -1 = none."""
+        """Return the write index of the newest last cell of all sequences except ``but``, or -1."""
         others = (s.slices[-1] for i, s in enumerate(self._sequences) if i != but and s.slices)
         return max((last.newest for last in others), default=-1)
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
-        """Return the first position in [start, end) that no other sequence shares, and their number."""
+        """Return the first position in [start, end) that is not shared, and how many of them are not."""
         end = min(end, self.next_position(seq_id))
         if self.with_holes:
             others = self.write_indices(but=seq_id)
@@ -169,11 +171,10 @@ class CellTable:
         return (start, end - start) if start < end else (None, 0)
 
     def _n_shared(self, seq_id: int, start: int) -> int:
-        """Return how many tokens at the beginning of a sequence are shared; 0 if at most ``start``.
+        """Return how many of a sequence's first tokens are shared; 0 if not more than ``start``.
 
-        No sequence may have holes. Two sequences that share a cell then share all cells before it,
-        because a sequence gets another one's cells only as a whole prefix, and appends only at its
-        end.
+        No sequence may have holes. Then two sequences that share a cell also share all cells before it,
+        because a fork takes a whole prefix, and new tokens go to the end.
         """
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
@@ -197,7 +198,7 @@ class CellTable:
         raise KeyError(position)
 
     def write_indices(self, *, but: int = -1) -> set[int]:
-        """Return the write indices of all cells that sequences other than ``but`` hold."""
+        """Return the write indices of all cells in use by sequences other than ``but``."""
         indices: set[int] = set()
         for i, sequence in enumerate(self._sequences):
             for s in sequence.slices if i != but else ():

@@ -24,7 +24,7 @@ class Checkpoint:
 
     Attributes:
         n_tokens: the position at which the sequence continues from it.
-        state: the state as llama.cpp writes it, without cells of attention, uint8 (n,).
+        state: the state as llama.cpp writes it, without attention cells, uint8 (n,).
         row: the logits after the last of these tokens, float32 (V,); None if they were not kept.
     """
 
@@ -41,9 +41,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of all sequences of a context, limited to ``max_bytes``.
 
-    At the limit, one checkpoint is dropped: the one whose gap is smallest compared to its distance
-    from the end of the text. So checkpoints are dense near the end of a text, and sparse at its
-    beginning.
+    At the limit, it drops the checkpoint whose gap to its neighbours is smallest compared to its
+    distance from the end of the text. So checkpoints are dense near the end of a text and sparse near
+    its beginning.
 
     Attributes:
         max_bytes: the most host memory, in bytes; 0 = no checkpoints.
@@ -55,7 +55,7 @@ class Checkpoints:
 
     @property
     def n_bytes(self) -> int:
-        """The memory of all checkpoints; one that several sequences share counts once."""
+        """The memory of all checkpoints, in bytes; a shared checkpoint counts once."""
         return sum(point.n_bytes for point in set(chain.from_iterable(self._of.values())))
 
     def last(self, seq_id: int) -> int:
@@ -70,7 +70,7 @@ class Checkpoints:
         return points[at - 1] if at else None
 
     def add(self, seq_id: int, point: Checkpoint) -> None:
-        """Add a sequence's newest checkpoint. If there is no room, this or another one is dropped."""
+        """Add a sequence's newest checkpoint. Without room for all, drop one, possibly the new one."""
         self._of.setdefault(seq_id, []).append(point)
         self.thin()
 
@@ -104,7 +104,7 @@ class Checkpoints:
         self._of.clear()
 
     def thin(self) -> None:
-        """Drop checkpoints until the others take no more than ``max_bytes``."""
+        """Drop checkpoints until the rest fit into ``max_bytes``."""
         while self.n_bytes > self.max_bytes:
             dropped = self._least()
             for seq_id, points in list(self._of.items()):

@@ -1,7 +1,7 @@
 """Compaction: write all sequences again, in order and without holes in the cache.
 
-The K/V is copied out and back if that gives the same bits; this takes as long as copying the bytes.
-Otherwise the tokens are decoded again.
+If a copy out of the cache and back keeps every bit, the K/V is copied, which is fast. Otherwise the
+tokens are decoded again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .memory import Memory
 from .prefix_cache import CachedPrefix, PrefixCache, longest_prefix
 from .runner import Runner, decode_run
 
-# Write a text: share the cells of its first tokens with a sequence, then write the others.
-_Step = tuple[CachedPrefix, int, int]  # the text, that sequence, and the number of shared tokens
+# How to write a text: share the cells of its first tokens with another sequence, then write the rest.
+_Step = tuple[CachedPrefix, int, int]  # the text, that sequence, how many tokens are shared
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """The owner of a sequence, with the tokens that the sequence holds.
+    """An object that owns a sequence and has the token ids in it.
 
     Attributes:
         seq_id: its sequence.
@@ -40,11 +40,12 @@ def rewrite_in_order(
 ) -> bool:
     """Write all sequences again, common prefixes once; return False if that is impossible.
 
-    The context does not know the tokens of raw sequences, or of sequences that a verification is
-    using. Memory that does not keep its cells in order has no need of it. The caller holds the lock.
+    It is impossible with raw sequences, or while drafts are verified, because the context does not know
+    those tokens. Memory that does not keep its cells in order does not need it. The caller holds the
+    lock.
 
     Args:
-        runner: has the cells, and decodes the tokens if their K/V cannot be copied.
+        runner: decodes the tokens if their K/V cannot be copied; its memory has the cells.
         holders: the owners of the sequences.
         prefixes: the prefix cache. It loses its texts if tokens are decoded again.
 
@@ -118,7 +119,7 @@ def _copy(memory: Memory, plan: list[_Step], cached: list[CachedPrefix]) -> bool
 def _decode_again(runner: Runner, plan: list[_Step]) -> None:
     """Clear the cache, and decode the tokens of all sequences.
 
-    It runs in its own thread, as ``_copy`` does. There a Ctrl-C that is held stops no decode.
+    It runs in its own thread, as ``_copy`` does, so that a pending Ctrl-C does not stop its decodes.
     """
     memory = runner.memory
     memory.clear()

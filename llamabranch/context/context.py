@@ -46,8 +46,8 @@ class Context:
     The raw calls of this class may use the sequences 0 to n_seq_max - 1 unless a branch holds them;
     branches take the highest free ids. One lock serialises all calls from many threads.
 
-    Users have the subclass in `llamabranch.engine`, which also generates texts; arguments and attributes
-    are described there.
+    Users get the subclass in `llamabranch.engine`, which also generates text and documents the
+    arguments and attributes.
     """
 
     model: Model
@@ -125,12 +125,12 @@ class Context:
             with self.lock:
                 if self.prefix_cache is not None and not self.closed:
                     self.prefix_cache.close()
-        finally:  # writing to a folder may be interrupted
+        finally:  # Ctrl-C may interrupt writing to the folder
             with self.lock:
                 self.decoder.close()
             if self._owns_model:
                 if not self.model.closed:
-                    self.model.handle.name = "context"  # what was closed, for ClosedError
+                    self.model.handle.name = "context"  # ClosedError says what was closed
                 self.model.close()
 
     def __enter__(self) -> Self:
@@ -150,9 +150,9 @@ class Context:
         """Let another thread of this program decode next at full speed.
 
         Each thread that decodes has helper threads, which wait for its next decode. If another thread
-        decodes meanwhile, there are more helpers than cores, and all wait for each other. A small decode
-        then takes ten times as long, until the first thread calls this method or ends. A new context and
-        an ``AsyncEngine`` call it in the thread that creates them.
+        decodes in the meantime, there are more helpers than cores, and they slow each other down. A
+        small decode then takes ten times as long, until the first thread calls this method or ends. A
+        new context and an ``AsyncEngine`` call it in the thread that creates them.
         """
         release_threads()
 
@@ -174,8 +174,8 @@ class Context:
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt the decodes of the ``with`` block on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The
-        ``results`` of that error are the texts of ``complete`` and ``chat`` so far. Decodes of other
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. Its
+        ``results`` contain what ``complete`` and ``chat`` had generated so far. Decodes of other
         threads are not interrupted; an ``AsyncEngine`` and agents decode in threads of their own.
 
         Raises:
@@ -211,8 +211,8 @@ class Context:
     def mtp_head(self) -> Context | None:
         """Return the context of this model's own MTP layers, which drafts for this one; opened once.
 
-        It is None if the model has no such layers, or if they cannot be opened, for example because
-        the memory that they would share is in use.
+        None if the model has no such layers or they cannot be opened, for example because the memory
+        that they would share is in use.
         """
         if self.model.n_mtp_layers and self._head is None:
             with self.lock, suppress(LlamaBranchError):
@@ -220,10 +220,10 @@ class Context:
         return self._head
 
     def keep_prefixes(self, *, always: bool = False) -> None:
-        """Open the prefix cache, unless ``prefix_cache`` was set or too few ids are left for it.
+        """Open the prefix cache, unless ``prefix_cache`` was set or too few sequence ids are left.
 
         Args:
-            always: open it in any context, for texts that will come back. If there are no other ids,
+            always: open it in any context, because the texts will come back. If no other ids are left,
                 cached texts take sequences of the context until another text needs them.
         """
         with self.lock:
@@ -257,7 +257,7 @@ class Context:
             DecodeError: they differ, which is a bug in this library. The message names the sequence.
         """
         if self.target is not None and self.model.shares_memory:
-            self.target.audit()  # the target's lock is taken before this context's
+            self.target.audit()  # acquires the target's lock first
             return
         with self.lock:
             self.decoder.check_open()
@@ -289,17 +289,17 @@ class Context:
 
         Args:
             tokens: token ids, at least one.
-            position: the end of the sequence, which is its number of tokens.
+            position: the end of the sequence: the number of tokens it has.
             seq_id: 0 to n_seq_max - 1, not held by a branch.
             logits: which rows to keep for ``logits()``: "last", "all" or "none".
 
         Raises:
             ConfigError: a bad argument.
             TokenizeError: a bad id.
-            CacheFullError, DecodeError: the sequence is as it was before the call. If some of the tokens
-                were decoded and this memory cannot drop them (``capabilities.can_truncate``), the
-                sequence returns to its last checkpoint before the call, or is empty. The same holds after
-                Ctrl-C.
+            CacheFullError, DecodeError: the sequence is as it was before the call. The exception is
+                memory that cannot drop tokens that were already decoded
+                (``capabilities.can_truncate``): there the sequence goes back to its last checkpoint
+                before the call, or is emptied. The same applies after Ctrl-C.
         """
         with self.lock:
             (seq_id,) = self._check_raw(seq_id)
@@ -336,7 +336,7 @@ class Context:
         return self._last_rows[number]
 
     def logits(self, row: int = -1) -> Logits:
-        """Return a row of the last raw ``decode``, float32 (V,), a copy; -1 is the last one.
+        """Return a copy of a row of the last raw ``decode``, float32 (V,); -1 is the last one.
 
         Raises:
             ConfigError: that decode did not keep this row.
@@ -349,7 +349,7 @@ class Context:
 
         The noise depends on ``params.seed`` and the position of the drawn token, so a second call gives
         the same token, and a :class:`Branch` with the same tokens draws it too.
-        Penalties, DRY and grammars need a state; use a branch for them.
+        Penalties, DRY and grammars depend on earlier tokens; use a branch for them.
 
         Raises:
             ConfigError: a temperature above 0 and no seed.
@@ -418,8 +418,8 @@ class Context:
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
-            # If only a sliding window of cells is left, llama.cpp would drop the positions and then
-            # compute without the cells that it needs.
+            # If only the cells of a sliding window are left, llama.cpp would drop the positions, and
+            # later decodes would miss cells that they need.
             cache = self.kv_cache
             can = not partial or (cache.can_draft and cache.usable(seq_id, start) == start)
             if not can or not cache.drop(seq_id, start, END if stop >= length else stop):
@@ -490,7 +490,7 @@ def text_context(name: str, value: object) -> Context:
 
 
 def _close_at_exit(context: Context) -> None:
-    """Close a context at the end of the program, before llama.cpp's, so that its texts are written."""
+    """Close a context at exit, before its llama.cpp context is freed, so that its texts are written."""
     reference = weakref.ref(context)
 
     def close() -> None:

@@ -1,9 +1,9 @@
 """Find out whether a context is exact: whether rows have the same logits, to the bit, in any batch.
 
-llama.cpp uses other kernels for the weights if a batch has more rows, and not all kernels add in the same
-order. Whether they do depends on the type and shape of the weights, on the processor, and on the build
-of llama.cpp. So rows are decoded alone and in batches, together with another sequence, and compared.
-Only contexts with ``exact=True`` are tried out, once for a model in a process.
+llama.cpp picks its kernels for the weights by the number of rows in a batch, and not all kernels add in
+the same order. Whether they do depends on the type and shape of the weights, on the processor, and on
+the build of llama.cpp. So we decode rows alone and in batches with another sequence, and compare. This
+is done only for ``exact=True``, once per model and process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _found: weakref.WeakKeyDictionary[Model, dict[str, int]] = weakref.WeakKeyDictio
 
 
 def why_not_exact(model: Model, params: ContextParams, *, is_head: bool) -> str:
-    """Return why a context with these resolved parameters cannot be exact; "" = it has to be tried."""
+    """Return why a context with these resolved parameters cannot be exact; "" = only a trial can tell."""
     if model.on_gpu:
         return "layers may run on a GPU"
     if is_head:
@@ -45,10 +45,10 @@ def why_not_exact(model: Model, params: ContextParams, *, is_head: bool) -> str:
 
 
 def most_exact_rows(runner: Runner, model: Model, params: ContextParams) -> int:
-    """Try out an empty context, which is empty afterwards; return the most rows of an exact batch.
+    """Try out a context, which is empty before and after; return the most rows of an exact batch.
 
     llama.cpp cuts batches at ``n_ubatch``, so larger ones need not be tried. The result is ``n_ubatch``
-    if all tried sizes are exact, and 1 if not even two rows are.
+    if all tried sizes are exact, and 1 if even two rows are not.
     """
     n_ubatch = params.n_ubatch or runner.handle.n_batch
     most = min(n_ubatch, _SIZES[-1])

@@ -1,8 +1,7 @@
 """The hidden states of a context's tokens, kept for a head that drafts with them, or for branches.
 
-A row is kept for each cell of the cache, under the index at which the cell was written. So sequences
-that share cells share rows, and nothing has to be done here when a sequence is forked, rewound or
-pruned.
+One row is kept per cell of the cache, under the cell's write index. So sequences that share cells share
+rows, and forking, rewinding or pruning a sequence changes nothing here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class HiddenStates:
         cells: which sequence holds which cells.
         layers: the layers whose inputs make up a row, in this order. The number n_layer stands for the
             state before the output norm, the only one that MTP layers read.
-        is_read: returns whether there is still a head that reads them; None = only branches read them.
+        is_read: returns whether a head still reads them; None = only branches read them.
 
     Raises:
         UnsupportedError: llama.cpp does not give these states for the architecture.
@@ -56,7 +55,7 @@ class HiddenStates:
         self._rows: dict[int, Rows] = {}
 
     def columns(self, layer: int) -> slice:
-        """Return which numbers of a row belong to ``layer``."""
+        """Return which columns of a row belong to ``layer``."""
         return dict(self._columns)[layer]
 
     def record(self, first: int, n: int) -> None:

@@ -1,4 +1,4 @@
-"""Files with the K/V of texts, and what K/V depends on besides its tokens.
+"""Files with the K/V of texts, and what else K/V depends on besides the tokens.
 
 A file has a fixed header, metadata as JSON, and raw arrays; two SHA-256 checksums cover all of it. It is
 written completely or not at all, and read as untrusted input: sizes are checked before anything is
@@ -25,9 +25,9 @@ from .memory import Memory
 from .params import ContextParams
 
 _VERSION, _WITH_HIDDEN = 1, 2  # before 0.5 a file could end with hidden states, which are skipped
-# Magic, version, the numbers of metadata bytes, tokens, surprisals, logits, hidden states of a token
-# and K/V bytes, and the SHA-256 of the arrays. After the header follows the SHA-256 of the header
-# and the metadata.
+# Magic, version, then the counts of metadata bytes, tokens, surprisals, logits, hidden states per token
+# and K/V bytes, then the SHA-256 of the arrays. The header is followed by the SHA-256 of itself and the
+# metadata.
 HEADER = struct.Struct("<8sIIIIIIQ32s")
 _DIGEST_BYTES = 32
 MAX_METADATA_BYTES = 16 << 20
@@ -113,7 +113,7 @@ class KVCompatibility:
 
 
 def _rope(ctx: HasKV) -> str:
-    """Return the RoPE settings: stored keys are already rotated by them."""
+    """Return the RoPE settings, which have already been applied to the stored keys."""
     options = ctx.params.native()  # in llama.cpp's numbers
     parts = [f"{k}={v:g}" for k, v in options.items() if k.startswith(("rope_", "yarn_"))]
     scaling = f"{ctx.model.architecture}.rope.scaling."
@@ -147,7 +147,7 @@ def read_head(file: BinaryIO, magic: bytes) -> tuple[Head, bytes]:
     """Return the header of a file, checked, and its metadata.
 
     Raises:
-        SnapshotError: the file is damaged, or has another kind of content than ``magic`` says.
+        SnapshotError: the file is damaged, or is not of the kind that ``magic`` says.
     """
     raw = file.read(HEADER.size)
     if len(raw) < HEADER.size or not raw.startswith(magic):

@@ -29,7 +29,7 @@ class _Pair(NamedTuple):
 
 
 class Alternative(_Pair):
-    """One of the most probable tokens at a place: a pair (token, log-probability), with its text.
+    """One of the most probable tokens at a position: a pair (token, log-probability), with its text.
 
     Attributes:
         token: its id.
@@ -59,7 +59,7 @@ class TokenScore(NamedTuple):
         logprob: its log-probability, nats, under the model's own distribution.
         rank: 1 + how many tokens are more probable.
         entropy: the entropy of that distribution, nats.
-        alternatives: the requested number of most probable tokens, best first.
+        alternatives: the most probable tokens, as many as requested, best first.
     """
 
     token: int
@@ -74,12 +74,12 @@ class LogitsRow:
 
     ``array`` (V,) is a view into llama.cpp's buffer until the next decode. ``users`` counts the objects
     that still need it; before the next decode overwrites the buffer, a row with users is copied.
-    ``seq_id`` is the sequence of the text that has it as the logits after its last token, or -1. If
-    that text is its only user and gets a new row, the row need not be copied.
+    ``seq_id`` is the sequence of the text whose last token these logits follow, or -1. If that text is
+    the only user, the row need not be copied when the text gets a new one.
 
     Args:
         array: the logits.
-        address: their address in memory; 0 = take it from ``array``.
+        address: the address of the logits in memory; 0 = take it from ``array``.
     """
 
     __slots__ = (
@@ -138,7 +138,7 @@ class LogitsRow:
         return 1 + int(np.count_nonzero(self.array > self.array[token]))
 
     def score(self, token: int, model: Model, top: int = 0) -> TokenScore:
-        """Return how ``model`` scores ``token`` here, with the ``top`` most probable tokens."""
+        """Return the score of ``token`` in this row, with the ``top`` most probable tokens."""
         alternatives = self.alternatives(model, top)
         return TokenScore(
             token, self.logprob(token), self.rank(token), self.entropy(), alternatives
@@ -170,10 +170,10 @@ class LogitsRow:
         return self._best
 
     def draw(self, sampler: Sampler, seed: int, position: int, *, measured: bool = True) -> int:
-        """Return the token that ``sampler`` draws from this row, the next one at ``position``.
+        """Return the token that ``sampler`` draws from this row, to be placed at ``position``.
 
-        If the compiled core does not support a setting, or leaves the row undecided, llama.cpp's
-        samplers and NumPy draw.
+        llama.cpp's samplers and NumPy draw it if the compiled core does not support a setting or cannot
+        decide.
 
         Args:
             sampler: a sampler that has accepted all tokens before this one.
@@ -191,7 +191,7 @@ class LogitsRow:
         return sampler.draw_allowed(self.array, position, seed)
 
     def _draw_freely(self, sampler: Sampler, seed: int, position: int, measured: bool) -> int:
-        """Return the token that is drawn without a constraint."""
+        """Draw a token without a constraint."""
         if sampler.is_argmax:
             if measured and self._logsumexp is _UNKNOWN:
                 self._measure()
@@ -214,7 +214,7 @@ class LogitsRow:
     def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
         """Keep the results of the native step that decoded this row, including the token that it drew.
 
-        The draw is for the position after the row's token, the only position that a row is used for.
+        It drew for the position after the row's token, which is the only position a row is used for.
         """
         self._note(compiled, measured)
         if compiled.choice.token >= 0:
@@ -246,7 +246,8 @@ class LogitsRow:
         shifted = row - top
         # A logit of -inf has weight 0, and 0 * -inf is NaN.
         np.maximum(shifted, _FLOOR, out=shifted)
-        # Sums have 64 bits, as in the core. How 32-bit sums are rounded depends on the processor's BLAS.
+        # Sums use 64 bits, as in the core, because the rounding of 32-bit sums depends on the
+        # processor's BLAS.
         weights = np.exp(shifted).astype(np.float64)
         total = float(weights.sum())
         mean = float(np.dot(weights, shifted.astype(np.float64)))

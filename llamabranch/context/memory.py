@@ -1,10 +1,10 @@
 """The memory of a context: which sequence holds which cells. One class for each kind of memory.
 
-llama.cpp's cells and the table of them always change together: an interrupt, or an error of llama.cpp,
-comes before or after both changes. Callers ask the memory to fork, cut,
-drop or make room, and get the result; they need not know the kind of memory. Everything here
-expects valid arguments and a caller that holds the context's lock. Nothing here decodes: the
-:class:`~llamabranch.context.runner.Runner` decodes, and records here which cells were written.
+llama.cpp's cells and our table of them always change together: an interrupt or an error of llama.cpp
+can come before or after both changes, but never between them. Callers ask the memory to fork, cut, drop
+or make room, without having to know its kind. The arguments must be valid, and the caller must hold the
+context's lock. Nothing is decoded here: the :class:`~llamabranch.context.runner.Runner` does that, and
+records here which cells were written.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Row = npt.NDArray[np.float32]
 Span = tuple[int, int]  # the first and the last position of a sequence
 
 END = 1 << 31  # a position after all others
-MOST_WITH_WINDOW = max_sequences() // 2  # sequences whose window can be kept; each has a shadow
+MOST_WITH_WINDOW = max_sequences() // 2  # sequences, if each needs a shadow to keep its window
 
-_BEGINNING = MOST_WITH_WINDOW - 1  # holds the beginning of a text for a moment, otherwise empty
-_POINT_STEP, _MOST_POINTS = 512, 16  # windows of a text that are kept with a copy of it
+_BEGINNING = MOST_WITH_WINDOW - 1  # holds the beginning of a text briefly, otherwise empty
+_POINT_STEP, _MOST_POINTS = 512, 16  # of the windows that are saved with a text
 _MOVED = max_sequences() - 2  # holds cells while they are moved; otherwise empty
 _RECLAIMED_PART = 8  # the prefix cache frees at least 1/8 of the cache when cells are needed
 
@@ -46,8 +46,8 @@ class CellOrder:
     differences can change the sampled token. llama.cpp fills the lowest free cells first, so a hole
     below the cells of a living sequence would break the order.
     An exact context therefore *quarantines* such cells when they become free: it tags them
-    with a sequence id that has no other use. They are released when no living sequence has cells
-    above them, or when the cache is full: then all sequences are decoded again, in order
+    with a sequence id that has no other use. They are released when no living sequence has cells above
+    them. If the cache is full before that, all sequences are written again in order
     (``compaction.py``). If that is impossible, the cells are freed and the order is lost.
 
     Args:
@@ -74,7 +74,7 @@ class CellOrder:
         start = cells.first_position(seq_id, start)
         if not 0 <= start < high:
             return
-        # Within a sequence, cells of later positions were written later.
+        # Within a sequence, later positions were written later.
         newest = cells.newest(but=seq_id)
         if high == end_of_seq and newest <= cells.write_index(seq_id, start):
             return
@@ -94,12 +94,12 @@ class CellOrder:
             self._lowest, self.n_cells = None, 0
 
     def release(self) -> None:
-        """Release the quarantined cells even if sequences have cells above them; the order is lost."""
+        """Release the quarantined cells below living sequences too; this loses the order."""
         self._handle.remove(self._seq_id, 0, -1)
         self._lowest, self.n_cells, self.in_order = None, 0, False
 
     def reset(self) -> None:
-        """Record that the cache is empty: the next cells are written in order."""
+        """Record that the cache is empty, so that the next cells are in order again."""
         self._lowest, self.n_cells, self.in_order = None, 0, True
 
 
@@ -107,7 +107,7 @@ class Memory:
     """Attention memory, one cache for all sequences (llama.cpp's unified KV); the base class.
 
     Args:
-        handle: the native context that has this memory; also an attribute.
+        handle: the native context that this memory belongs to; also an attribute.
         state_layout: how llama.cpp serialises the state of a sequence; None if unknown.
         keeps_order: keep the cells of every sequence in the order of its tokens.
 
@@ -115,17 +115,17 @@ class Memory:
         cells: which sequence holds which cells.
         hidden: the hidden states of its tokens, while a head reads them.
         prefix_seq_ids: the sequences that the prefix cache holds.
-        spare_seq_ids: ids from ``n_seq_max`` up. Cells can refer to them; they cannot decode.
+        spare_seq_ids: ids from ``n_seq_max`` up, which can hold cells but cannot decode.
         evict: a function that frees at least n cells of the prefix cache, and returns how many it freed.
-        protected: a function that returns the sequences of the prefix cache that it may not free now.
-        compact: a function that writes all sequences again, in order, without holes; False if
-            impossible.
+        protected: a function that returns the cached sequences that may not be freed now.
+        compact: a function that writes all sequences again in order and without holes; it returns False
+            if that is impossible.
         order: the `CellOrder`, which keeps the cells in order if ``keeps_order``.
-        tokens_per_s: how fast the last long batch was decoded; 0 = none was yet.
-        disorders: how often cells came out of order so far.
+        tokens_per_s: how fast the last long batch was decoded; 0 before the first one.
+        disorders: how often the order of cells was lost so far.
         can_draft: the end of a sequence can be dropped, so drafts are verified in place.
         forks_copy: a fork copies K/V; otherwise it costs nothing.
-        cells_per_sequence: the number of cells of each sequence; None = they share all cells.
+        cells_per_sequence: how many cells each sequence has to itself; None = they share all cells.
     """
 
     can_draft = True
@@ -160,14 +160,14 @@ class Memory:
     # -- writing -----------------------------------------------------------------------------------
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return the order in which llama.cpp can decode these sequences; None = as they are."""
+        """Return the order in which llama.cpp can decode these sequences; None = the given order."""
         return None
 
     def prepare(self, seq_id: int, n: int) -> None:
-        """Prepare for ``n`` tokens at once after a sequence."""
+        """Prepare to append ``n`` tokens to a sequence in one decode."""
 
     def record(self, seqs: Sequence[int]) -> None:
-        """Record a decoded batch; its cells were written in the order of the batch."""
+        """Record a decoded batch, whose cells were written in its order."""
         cells, clock = self.cells, self.cells.clock
         write_indices: dict[int, list[int]] = {}
         for i, seq_id in enumerate(seqs):
@@ -179,11 +179,11 @@ class Memory:
     # -- forking and cutting -----------------------------------------------------------------------
 
     def usable(self, seq_id: int, n: int) -> int:
-        """Return how many of the first ``n`` tokens of a sequence can be kept or forked by themselves."""
+        """Return how many of a sequence's first ``n`` tokens can be kept or forked without the rest."""
         return n
 
     def mark(self, seq_id: int, row: Row | None = None) -> None:
-        """Note the end of a sequence as a place to return to; ``row``: the logits there, (V,)."""
+        """Note the end of a sequence as a position to return to; ``row`` has the logits there, (V,)."""
 
     def row(self, seq_id: int) -> Row | None:
         """Return the logits noted at the end of a sequence, if any."""
@@ -194,14 +194,14 @@ class Memory:
         return n
 
     def mark_before_end(self, seq_id: int) -> None:
-        """Note the end of a sequence, which lacks the last tokens of its prompt, as such a place."""
+        """``mark`` the end of a sequence that still lacks the last few tokens of its prompt."""
 
     @uninterrupted
     def fork(self, source: int, target: int, n: int = END) -> int:
-        """Make ``target`` hold the first ``n`` tokens of ``source``, or all, and nothing else.
+        """Make ``target`` hold exactly the first ``n`` tokens of ``source``, by default all of them.
 
         Returns:
-            how many tokens ``target`` holds: 0 if this memory cannot fork a part of a sequence.
+            how many tokens ``target`` holds now; 0 if this memory cannot fork that part of a sequence.
 
         Raises:
             SnapshotError: llama.cpp cannot copy unshared cells. ``target`` is then empty.
@@ -222,7 +222,7 @@ class Memory:
 
     @contextmanager
     def _emptied_on_error(self, seq_id: int, start: int = 0) -> Iterator[None]:
-        """If the block raises anything, drop what a sequence has from ``start`` on."""
+        """If the block raises anything, drop the sequence's positions from ``start`` on."""
         try:
             yield
         except BaseException:  # cells and table must change together
@@ -230,7 +230,7 @@ class Memory:
             raise
 
     def distrust(self, seqs: Iterable[int]) -> None:
-        """Note that llama.cpp failed while it computed these sequences. They are cut next."""
+        """Note that llama.cpp failed while it computed these sequences. The caller cuts them next."""
 
     @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:
@@ -239,8 +239,8 @@ class Memory:
         Part of a failed decode may be in llama.cpp's memory but not in the table.
 
         Returns:
-            how many tokens it holds now. Fewer than ``n`` if it had fewer, or if this memory
-            returned to an earlier checkpoint; 0 if it had to drop the whole sequence.
+            how many tokens it holds now: fewer than ``n`` if there were fewer, or if this memory had to
+            return to an earlier checkpoint; 0 if the whole sequence was dropped.
         """
         if self.usable(seq_id, n) == n and self.drop(seq_id, n):
             return self.next_position(seq_id)
@@ -249,7 +249,7 @@ class Memory:
 
     @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
-        """Drop positions [start, end) of a sequence; False if this memory cannot."""
+        """Drop positions [start, end) of a sequence; return False if this memory cannot do that."""
         self.order.quarantine(seq_id, start, end)
         try:
             is_done = self._remove(seq_id, start, end)
@@ -285,11 +285,11 @@ class Memory:
     # -- verification ------------------------------------------------------------------------------
 
     def undoes(self, n: int) -> bool:
-        """Return whether the last ``n`` tokens of a decode of one sequence can be dropped after it."""
+        """Return whether the last ``n`` tokens can be dropped after a decode of one sequence."""
         return self.can_draft
 
     def fit_together(self, lengths: Sequence[int]) -> list[int]:
-        """Return how much of each draft can be verified in a decode of several texts.
+        """Return how many tokens of each draft can be verified if one decode has several texts.
 
         Args:
             lengths: tokens of each draft; 0 for a text without a draft.
@@ -300,7 +300,7 @@ class Memory:
         """Return how many of ``n`` drafted tokens can be verified now.
 
         Args:
-            n: how many one decode can hold.
+            n: how many fit into one decode.
             count_free: counts the free sequences.
         """
         return n
@@ -308,22 +308,22 @@ class Memory:
     # -- room --------------------------------------------------------------------------------------
 
     def room(self, seq_id: int, n: int) -> int:
-        """Return how many of ``n`` more tokens a sequence could hold if all other cells were free."""
+        """Return how many of ``n`` more tokens a sequence could hold if it had all other cells."""
         return n
 
     def has_room(self, n: int, n_needed: int) -> bool:
-        """Return whether ``n`` cells are free in addition to the ``n_needed`` of running sequences."""
+        """Return whether ``n`` cells are free besides the ``n_needed`` that running sequences need."""
         return n + n_needed <= self.n_free
 
     def reclaim(self, n: int) -> bool:
         """Free cells for ``n`` tokens; return whether any were freed.
 
-        First free cells that only the prefix cache uses, then quarantined ones: by compaction, or,
-        if that is impossible, out of order.
+        It frees cells that only the prefix cache uses, and then quarantined cells: by compaction, or,
+        if that is impossible, at the price of the order.
         """
         freed = 0
         if self.prefix_seq_ids:
-            # Free more than is needed now, so that compactions are rare.
+            # Free more than needed, so that compactions are rare.
             n_wanted = max(n - self.n_vacant, self.cells.n_cells // _RECLAIMED_PART)
             freed = self.evict(n_wanted - self.order.n_cells)
         if not self.order.n_cells or (freed and self.n_vacant >= n):
@@ -350,7 +350,7 @@ class Memory:
 
     @property
     def n_free(self) -> int:
-        """Number of cells that no sequence uses, or only the prefix cache, which may free them."""
+        """Number of cells that are unused, or used only by the prefix cache, which may free them."""
         cells, cached = self.cells, self.prefix_seq_ids
         its = {i for i in range(cells.n_seq_max) if i not in cached}
         used, _ = cells.count(its.union(self.protected()))
@@ -363,13 +363,13 @@ class Memory:
 
     @property
     def is_placement_exact(self) -> bool:
-        """Whether a text's logits are the same to the bit in any cells."""
+        """Whether a text's logits are the same, to the bit, whichever cells it has."""
         return self.forks_copy or self.order.is_kept
 
     # -- the prefix cache --------------------------------------------------------------------------
 
     def keep(self, seq_id: int) -> None:
-        """Count a sequence as part of the prefix cache; its id may be beyond those of the context."""
+        """Count a sequence as part of the prefix cache; its id may be ``n_seq_max`` or more."""
         self.cells.make_sequence(seq_id)
         self.prefix_seq_ids.add(seq_id)
 
@@ -396,7 +396,7 @@ class Memory:
         return True
 
     def points(self, seq_id: int, start: int) -> list[Checkpoint]:
-        """Return what a copy of a sequence needs to be used in part: states after ``start`` tokens."""
+        """Return the states after ``start`` that let a saved copy of a sequence be used in part."""
         return []
 
     def set_points(self, seq_id: int, points: Iterable[Checkpoint]) -> None:
@@ -404,14 +404,14 @@ class Memory:
 
     @property
     def can_move(self) -> bool:
-        """True if all cells can be copied out and back, bit for bit, so that their order is kept."""
+        """True if all cells can be copied out and back bit for bit and in the same order."""
         is_known = self.state_layout is not None and self.state_layout.is_cells_only
         is_known = is_known and not self.forks_copy
         return is_known and self.cells.n_seq_max <= _MOVED and self.order.in_order
 
     @uninterrupted
     def raw_piece(self, seq_id: int, start: int) -> State:
-        """Return the state of a sequence, from position ``start`` on if it ``can_move``; a copy."""
+        """Return a copy of a sequence's state; if the memory ``can_move``, from position ``start`` on."""
         if not self.can_move:
             return self.handle.state(seq_id)
         try:
@@ -421,7 +421,7 @@ class Memory:
             self.handle.remove(_MOVED, 0, -1)
 
     def piece(self, seq_id: int, start: int) -> State:
-        """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
+        """Return a copy of a sequence's K/V from position ``start`` on, for ``place``.
 
         Raises:
             SnapshotError: llama.cpp writes it in an unknown format.
@@ -475,19 +475,19 @@ class Memory:
                 )
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        """Return the two ranges of positions that ``audit`` compares: ours and llama.cpp's."""
+        """Return the ranges of positions that ``audit`` compares: ours, and llama.cpp's."""
         return ours, theirs
 
 
 class Windowed(Memory):
-    """Attention with a sliding window. All cells must stay, so that sequences can be cut.
+    """Attention with a sliding window, where all cells are kept so that sequences can be cut.
 
-    In layers with a sliding window llama.cpp overwrites cells that belong to one sequence and are
-    outside its window, even with ``swa_full``: see ``find_slot`` in llama-kv-cache.cpp. If the
-    sequence is then cut, or its beginning is forked, tokens are missing from the window. llama.cpp
-    does not overwrite a cell of two sequences, so each sequence has a shadow sequence, which also
-    owns the cells before they leave the window. This takes no room, because the other layers need
-    these cells anyway. But a decode must be one micro-batch, since nothing can be done between two.
+    In layers with a sliding window, llama.cpp overwrites a cell that only one sequence uses once it has
+    left the window, even with ``swa_full``: see ``find_slot`` in llama-kv-cache.cpp. If the sequence is
+    then cut, or its beginning is forked, tokens are missing from the window. llama.cpp never overwrites
+    a cell that two sequences use, so each sequence has a shadow sequence, which is given the cells
+    before they leave the window. This takes no room, because the other layers need these cells anyway.
+    But each decode must be a single micro-batch, because the shadow cannot be updated between two.
 
     Args:
         handle, state_layout: see `Memory`.
@@ -526,14 +526,14 @@ class Windowed(Memory):
     def usable(self, seq_id: int, n: int) -> int:
         """Return ``n`` if the window's cells before token ``n`` are there, otherwise 0.
 
-        After a restore some are missing: a saved state has only the cells of the window at its end.
+        After a restore some are missing, because a saved state has only the window at its end.
         """
         first = max(0, self.cells.first_position(seq_id), n - self._window + 1)
         return n if not n or self.handle.position_range(seq_id)[0] <= first else 0
 
     @uninterrupted
     def points(self, seq_id: int, start: int) -> list[Checkpoint]:
-        """Return the windows after some beginnings of a sequence. A saved state has only the last."""
+        """Return the windows at several positions of a sequence; a saved state has only the last."""
         points, end = list[Checkpoint](), self.next_position(seq_id)
         step = max(_POINT_STEP, (end - start) // _MOST_POINTS)
         if self.handle.n_seq_max > _BEGINNING:
@@ -575,22 +575,22 @@ class Windowed(Memory):
 
 
 class NonUnified(Memory):
-    """Attention memory in which each sequence has a part of the cells (llama.cpp's non-unified KV).
+    """Attention memory where each sequence has its own share of the cells (llama.cpp's non-unified KV).
 
-    Each sequence is always in order: nothing is quarantined, and nothing moves. Cells that other
-    kinds of memory would share are copied, through the states of sequences. llama.cpp's own copy
-    between such sequences copies all cells, used or not, and only at the next decode.
+    Each sequence is always in order: nothing is quarantined, and nothing moves. A fork copies cells, by
+    saving and restoring a state. llama.cpp's own copy between such sequences copies all cells, used or
+    not, and not until the next decode.
     """
 
     forks_copy = True
 
     def __init__(self, handle: ContextHandle, state_layout: StateLayout | None = None) -> None:
         super().__init__(handle, state_layout)
-        self.spare_seq_ids = range(0)  # only the sequences of the context have cells
+        self.spare_seq_ids = range(0)  # only the context's own sequences have cells
         self.cells_per_sequence = handle.n_ctx_seq
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return the order of the sequence ids: llama.cpp computes several only in that order."""
+        """Return them by sequence id, the only order in which llama.cpp computes several."""
         order = sorted(range(len(seqs)), key=seqs.__getitem__)
         return None if order == list(range(len(seqs))) else order
 
@@ -606,7 +606,7 @@ class NonUnified(Memory):
 
     @uninterrupted
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
-        """Drop positions. The next tokens fill a hole below the last position, out of order."""
+        """Drop positions. A hole below the last position is filled by the next tokens, out of order."""
         self.disorders += end < self.next_position(seq_id)
         return super().drop(seq_id, start, end)
 
@@ -636,10 +636,11 @@ class NonUnified(Memory):
 
 
 class States(Memory):
-    """Memory that cannot drop a tail: recurrent, hybrid, or a window whose cells are used again.
+    """Memory that cannot drop a tail: recurrent, hybrid, or a sliding window that reuses its cells.
 
-    A sequence is kept or forked as a whole, or as it was at one of its checkpoints. They are taken
-    while it grows, and when ``mark`` is called. Only the context's sequences have recurrent states.
+    A sequence is kept or forked as a whole, or as it was at one of its checkpoints. Checkpoints are
+    taken while it grows, and when ``mark`` is called. Only the context's own sequences have recurrent
+    states.
 
     Args:
         handle, state_layout: see `Memory`.
@@ -648,8 +649,8 @@ class States(Memory):
     Attributes:
         every: tokens from one checkpoint to the next while a text grows.
         apart: the fewest tokens from one checkpoint to the next.
-        before_end: how many tokens before the end of a prompt one is taken: the same prompt may come
-            again, or one that differs in how the answer begins.
+        before_end: how many tokens before the end of a prompt a checkpoint is taken. The same prompt
+            may come again, or one that differs only in the beginning of the answer.
         checkpoints: the checkpoints of all sequences.
     """
 
@@ -662,8 +663,7 @@ class States(Memory):
         self, handle: ContextHandle, state_layout: StateLayout | None = None, max_bytes: int = 0
     ) -> None:
         super().__init__(handle, state_layout)
-        # Sequences beyond the context's can have cells, but no states, and there is no room for their
-        # windows.
+        # Ids from ``n_seq_max`` up could have cells, but no states and no room for windows.
         self.spare_seq_ids = range(0)
         self.checkpoints = Checkpoints(max_bytes)
         self.append = self._append if max_bytes else self.cells.append
@@ -674,7 +674,7 @@ class States(Memory):
             self._take(seq_id, None)
 
     def mark(self, seq_id: int, row: Row | None = None) -> None:
-        """Take a checkpoint, unless there is one a few tokens before."""
+        """Take a checkpoint, unless there is one a few tokens earlier."""
         n_after = self.next_position(seq_id) - self.checkpoints.last(seq_id)
         if n_after >= self.apart or n_after == self.before_end:
             self._take(seq_id, row)
@@ -703,7 +703,7 @@ class States(Memory):
             point = None
         if point is not None and len(state) and point.n_bytes <= checkpoints.max_bytes:
             checkpoints.add(seq_id, point)
-        else:  # existing checkpoints stay, and no other is taken
+        else:  # keep the existing checkpoints, and take no others
             checkpoints.max_bytes = 0
 
     def points(self, seq_id: int, start: int) -> list[Checkpoint]:
@@ -715,13 +715,13 @@ class States(Memory):
         self.checkpoints.merge(seq_id, points)
 
     def row(self, seq_id: int) -> Row | None:
-        """Return the logits after the last token, if a checkpoint there has them."""
+        """Return the logits after the last token, if a checkpoint there kept them."""
         n = self.next_position(seq_id)
         point = self.checkpoints.find(seq_id, n)
         return point.row if point is not None and point.n_tokens == n else None
 
     def usable(self, seq_id: int, n: int) -> int:
-        """Return ``n`` if it has ``n`` tokens, otherwise the position of its last checkpoint before."""
+        """Return the sequence's end if it is at most ``n``, else its last checkpoint up to ``n``."""
         end = self.next_position(seq_id)
         if end <= n:
             return end
@@ -737,7 +737,7 @@ class States(Memory):
     def cut(self, seq_id: int, n: int) -> int:
         """Return to the last checkpoint of at most ``n`` tokens, or drop the whole sequence.
 
-        Do nothing if it holds no more than ``n`` tokens, in llama.cpp too.
+        Do nothing if the sequence has at most ``n`` tokens, both here and in llama.cpp.
         """
         end = self.next_position(seq_id)
         if end <= n and self.handle.position_range(seq_id)[1] == end - 1:
@@ -751,7 +751,7 @@ class States(Memory):
         return 0
 
     def _return_to(self, seq_id: int, point: Checkpoint) -> bool:
-        """Put a state back and drop the tokens after it; False if llama.cpp fails and all is dropped."""
+        """Put a state back and drop later tokens; if llama.cpp fails, drop all and return False."""
         try:
             self.handle.set_partial_state(seq_id, point.state)
         except SnapshotError:  # no cells for a window
@@ -774,14 +774,14 @@ class States(Memory):
         return n if n and count_free() else 0
 
     def _compared(self, seq_id: int, ours: Span, theirs: Span) -> tuple[Span, Span]:
-        return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state is at the end of its sequence
+        return (ours[1], ours[1]), (theirs[1], theirs[1])  # a state has only its last position
 
 
 class RollingBack(States):
-    """States, with the last few kept by llama.cpp: the end of the last decode can be undone.
+    """States of which llama.cpp keeps the last few, so the end of the last decode can be undone.
 
-    While llama.cpp decodes a sequence, it writes the states after each of its last tokens side by
-    side. This has three consequences (llama-memory-recurrent.cpp, llama-batch.cpp):
+    When llama.cpp decodes a sequence, it keeps the state after each of the last few tokens. This has
+    three consequences (llama-memory-recurrent.cpp, llama-batch.cpp):
 
     - The kept states are from one decode: only its tokens can be undone, and only once.
     - Sequences of different lengths are computed one after the other, in "micro-batches". Each
@@ -821,7 +821,7 @@ class RollingBack(States):
         return min(n, self.n_rollback)
 
     def fit_together(self, lengths: Sequence[int]) -> list[int]:
-        """Return 0 or a common length for each draft: the one that verifies the most drafted tokens."""
+        """Return 0 or the same length for each draft, chosen to verify the most drafted tokens."""
 
         def drafted(n: int) -> int:
             n_drafted = sum(length >= n for length in lengths)
@@ -833,7 +833,7 @@ class RollingBack(States):
         return [n if length >= n else 0 for length in lengths]
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return an order in which single tokens come before drafts; None = keep their order."""
+        """Return an order in which single tokens come before drafts; None = keep the given order."""
         counts = Counter(seqs)
         if len(counts) in (1, n_last := len(self._last_computed(counts))) or not n_last:
             return None
@@ -847,7 +847,7 @@ class RollingBack(States):
         self._undoable = {seq_id: min(n - 1, self.n_rollback) for seq_id, n in last.items()}
 
     def _last_computed(self, counts: Mapping[int, int]) -> dict[int, int]:
-        """Return the lengths of sequences of several tokens that are computed last and together.
+        """Return the lengths of the drafts that llama.cpp computes last and together.
 
         If single tokens come first, the other sequences must be short enough that none of their
         tokens are computed with the single ones: llama.cpp does not divide a sequence's last
@@ -877,7 +877,7 @@ class RollingBack(States):
             self._undone.add(seq_id)
             if self._remove(seq_id, n, END):
                 return n
-        if seq_id in self._broken:  # llama.cpp has undone it, to states that it had not computed
+        if seq_id in self._broken:  # llama.cpp went back to states that it had not computed
             n = min(n, end - 1)
         return super().cut(seq_id, n)
 
@@ -892,7 +892,7 @@ class RollingBack(States):
 
     @uninterrupted
     def fork(self, source: int, target: int, n: int = END) -> int:
-        """Fork as `States` does, after putting the state in its place."""
+        """Put the state in its place, then fork as `States` does."""
         if source in self._undone:
             self.handle.set_partial_state(source, self.handle.partial_state(source))
             self._undone.discard(source)
@@ -907,5 +907,5 @@ class RollingBack(States):
 
 
 def _shadow(seq_id: int) -> int:
-    """Return the shadow sequence, which keeps another one's cells from being used again."""
+    """Return the shadow of a sequence, which keeps its cells from being reused."""
     return max_sequences() - 1 - seq_id

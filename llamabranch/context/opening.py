@@ -1,7 +1,6 @@
-"""Open the native context of a model or of a head: resolve parameters and try it out.
+"""Open the native context of a model or of a head: resolve the parameters, then find out what it can do.
 
-`Capabilities` reports the result. Callers use the `Memory` object that was chosen for this kind of
-memory.
+`Capabilities` reports the result, and the right `Memory` class is chosen for it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadWatch
 
-_MOST_OFF = 20  # rounding may change logits by at most 1/20 of what another token changes
-_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo; their states may take 1/8 of the memory
+_MOST_OFF = 20  # equal logits differ by at most 1/20 of what another token changes
+_ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo, if their states fit into 1/8 of RAM
 _OF_HEAD = "a head only drafts"
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
 
@@ -37,23 +36,23 @@ class Capabilities:
     """What this context's memory can do; determined when it is created.
 
     Args:
-        can_truncate: the end of a sequence can be dropped, however long it is. (If a sequence with a
-            sliding window was restored from a snapshot, only the end of the window is there; a branch
-            that drops more is decoded again.)
+        can_truncate: any number of tokens can be dropped from the end of a sequence. (A sequence with a
+            sliding window that was restored from a snapshot has only the last window; a branch that
+            drops tokens is then decoded again.)
         can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
-        sliding_window: size of the attention window in tokens, or 0 without a window.
+        sliding_window: size of the attention window in tokens; 0 = no window.
         recurrent: some of the memory is a state instead of cells.
         exact: a token's logits do not depend, to the bit, on what else is in the batch or the cache.
             (One exception, reported by ``usage().in_order``: the cache ran full while raw sequences or an
             unfinished prompt prevented compaction, see ``compaction.py``.)
         exact_reason: why, or why not.
-        state_bytes: the size of the recurrent state of a sequence; 0 without one. ``rollback`` more are
-            kept.
-        checkpoints: whether earlier states are kept, if the end of a sequence cannot be dropped.
+        state_bytes: the size of a sequence's recurrent state; 0 = it has none. ``rollback`` more states
+            are kept.
+        checkpoints: whether earlier states are kept, for memory that cannot drop the end of a sequence.
         checkpoints_reason: why, or why not.
-        rollback: how many drafted tokens are verified in place, if the memory has recurrent states:
-            llama.cpp keeps this many states of the last tokens of each sequence. 0 = drafts are verified
-            on a fork.
+        rollback: for memory with recurrent states, how many drafted tokens are verified in place:
+            llama.cpp keeps the states of this many last tokens of each sequence. 0 = drafts are
+            verified on a fork.
         rollback_reason: why, or why not.
     """
 
@@ -114,7 +113,7 @@ def open_native(
             n_exact = most_exact_rows(Runner(_plain_memory(handle)), model, params)
             if n_exact < (params.n_ubatch or handle.n_batch):
                 handle.close()
-                # Without unified KV llama.cpp computes one token of every sequence together.
+                # Without unified KV, llama.cpp computes one token of each sequence in the same batch.
                 least = max(2, 1 if params.kv_unified else params.n_seq_max or 0)
                 reason = f"measured: logits of batches of more than {n_exact} tokens differ"
                 _check_exact(model, reason if n_exact < least else "")
@@ -146,7 +145,7 @@ def open_native(
 
 
 def _check_exact(model: Model, reason: str) -> None:
-    """Raise UnsupportedError if there is a ``reason`` why a context of ``model`` is not exact."""
+    """Raise UnsupportedError if there is a ``reason`` why a context of ``model`` cannot be exact."""
     if reason:
         hint = (
             "it needs weights on the CPU that llama.cpp computes the same way in all batches, "
@@ -164,7 +163,7 @@ def _plain_memory(handle: ContextHandle) -> Memory:
 def _watch(
     model: Model, requested: ContextParams, params: ContextParams, handle: ContextHandle
 ) -> ThreadWatch | None:
-    """Return a watch that uses fewer threads on busy cores; None if their number was set."""
+    """Return a watch that uses fewer threads on busy cores; None if the user set their number."""
     most = params.n_threads or 1
     if requested.n_threads or requested.n_threads_batch or most == 1 or model.on_gpu:
         return None
@@ -188,12 +187,11 @@ def _check_generates(model: Model) -> None:
 
 
 def _trained_length(model: Model, requested: ContextParams) -> int | None:
-    """Return the length beyond which a text gets a warning, if any; warn now of a long n_ctx."""
+    """Return the length beyond which a text gets a warning, if any; warn now if n_ctx is longer."""
     if model.shares_memory:
         return None  # the target warns
     trained = requested.trained_length(model)
-    # Many cells for several sequences are usually meant for many texts; for one sequence they are meant
-    # for a long text.
+    # With several sequences, many cells are usually meant for many texts; with one, for a long text.
     n_ctx = requested.n_ctx if requested.n_seq_max in (None, 1) else None
     if trained is None or n_ctx is None or n_ctx <= trained:
         return trained
@@ -202,7 +200,7 @@ def _trained_length(model: Model, requested: ContextParams) -> int | None:
 
 
 def _most_rollback(model: Model, params: ContextParams) -> int:
-    """Return how many states of the last tokens fit into memory; 0 if the file has none."""
+    """Return how many earlier states per sequence fit into memory; 0 if the model has no states."""
     room = (memory_bytes() or 0) // _ROLLBACK_PART
     of_each = model.state_numbers * BYTES_OF_NUMBER * (params.n_seq_max or 1)
     most = params.most_rollback
@@ -234,7 +232,7 @@ def _create(model: Model, params: ContextParams, target: Target | None) -> Conte
 
 
 def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
-    """Let the target keep its hidden states; return how many numbers per token an encoder reads."""
+    """Make the target keep its hidden states; return how many numbers an encoder reads per token."""
     layers = model.target_layers or (target.model.n_layer,)
     reader = weakref.ref(handle)
 
@@ -248,7 +246,7 @@ def _open_head(handle: ContextHandle, model: Model, target: Target) -> int:
 
 
 def _head_params(model: Model, target: Target, requested: ContextParams) -> ContextParams:
-    """Return the parameters of a head's context; missing ones are the target's.
+    """Return the parameters of a head's context; the target's are the defaults.
 
     Raises:
         UnsupportedError: ``model`` cannot draft for the target; the message says why.
@@ -278,7 +276,7 @@ def _head_params(model: Model, target: Target, requested: ContextParams) -> Cont
             kv_type=theirs.kv_type,
             flash_attention=theirs.flash_attention,
         )
-    # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
+    # If there are several MTP layers, each has its own sequences with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)
     return replace(
         requested,
@@ -290,7 +288,7 @@ def _head_params(model: Model, target: Target, requested: ContextParams) -> Cont
 def _probe(
     handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
 ) -> tuple[Capabilities, Memory]:
-    """Find out by short trials what an empty context can do; return that and its empty memory.
+    """Find out by short trials what an empty context can do; return the result and its empty memory.
 
     Args:
         params: the resolved parameters with which the context was created.
@@ -298,15 +296,16 @@ def _probe(
     """
     # A head has attention only, even if the model in the same file has other memory.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
-    # llama.cpp reports a removal as done even if cells that the window needs are already gone; later
-    # decodes would attend to an incomplete window. With ``swa_full`` and ``Windowed`` these cells stay.
+    # llama.cpp reports success for a removal even if cells that the window needs are already gone, and
+    # later decodes would attend to an incomplete window. With ``swa_full`` and ``Windowed`` these cells
+    # stay.
     window = model.n_swa if model.memory_type == "sliding-window" else 0
     memory = _plain_memory(handle)
     runner = Runner(memory)
     decode_run(runner, [3 % model.n_vocab, 10 % model.n_vocab], 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
     state_bytes = 0 if layout is None else layout.state_bytes
-    # If llama.cpp keeps states of the last tokens, a removal succeeds, but only once after each decode.
+    # If llama.cpp keeps states of the last tokens, a removal works, but only once after each decode.
     can_truncate = not handle.n_rollback and memory.drop(0, 1)
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
@@ -350,7 +349,7 @@ def _probe(
 
 
 def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int, str]:
-    """Try out how many tokens of a decode can be undone in an empty context; return the number, and why.
+    """Try out how many tokens of a decode an empty context can undo; return the number and a reason.
 
     The logits after an undo must equal the logits of a text that never had these tokens.
     """
@@ -387,10 +386,10 @@ def _can_undo(runner: Runner, model: Model, params: ContextParams) -> tuple[int,
 
 
 def _can_return(runner: Runner, n_vocab: int, max_bytes: int) -> tuple[bool, str]:
-    """Try out whether an empty context can return to a saved state; return the answer and the reason.
+    """Try out whether an empty context can return to a saved state; return the answer and a reason.
 
-    After the return the logits must be the same as before. Without it they must differ, so that the
-    trial shows something.
+    After the return, the logits must be the same as before; without it, they must differ, or the trial
+    proves nothing.
     """
     memory, token = runner.memory, 5 % n_vocab
     try:

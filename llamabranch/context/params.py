@@ -1,4 +1,4 @@
-"""The parameters of a context: one frozen object that validates itself, and llama.cpp's form of it."""
+"""The parameters of a context: a frozen object that validates itself, and its form for llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from ..native.context import (
 from ..native.library import available_cores, max_sequences
 
 DEFAULT_N_CTX = 2048
-# Another sequence costs nothing in a shared attention cache, but its own memory elsewhere. With
-# nine sequences a branch can have eight forks.
+# Another sequence costs nothing in a shared attention cache; other kinds of memory allocate room for
+# it. With nine sequences, a branch can have eight forks.
 DEFAULT_N_SEQ_MAX = 16
 _SEQUENCES_WITH_MEMORY = 9
-# The most sequences; some ids must be left for cached prefixes.
+# The most sequences, so that some ids are left for cached prefixes.
 MOST_WITH_PREFIXES = max_sequences() - 16
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # With these types and flash attention, attention does not depend on the batch. If K and V are both f16,
-# it takes another path from 512 cells on, and with 64 rows. The weights are measured: exactness.py.
+# llama.cpp switches to another path at 512 cells and at 64 rows. The effect of the weights is measured
+# in exactness.py.
 EXACT_KV_TYPES = ("bf16", "q8_0", "q8_0/f16")
 
 
@@ -74,53 +75,57 @@ class ContextOptions(TypedDict, total=False):
 class ContextParams:
     """How to create a context.
 
-    The K/V type, the attention and the threads go by a rule, the same on every machine; nothing is
-    measured, unless ``exact=True`` asks whether batches are exact. K and V are f16, or bf16 in an exact
-    context. Attention is flash attention wherever llama.cpp can. Threads are the physical cores that the
-    process may use, and fewer while other programs use them. With 1.5B parameters nothing else was more
-    than a fifth faster for anything. Small models often generate much faster with plain attention:
-    ``llamabranch bench`` measures it.
+    The defaults for the K/V type, the attention and the threads follow fixed rules, the same on every
+    machine. Nothing is measured, except whether batches are exact if ``exact=True``. K and V are f16,
+    or bf16 in an exact context. Flash attention is used wherever llama.cpp supports it. There is one
+    thread per physical core that the process may use, and fewer while other programs use the cores.
+    With a 1.5B model, no other setting was more than a fifth faster at anything. Small models often
+    generate much faster with plain attention: ``llamabranch bench`` measures it.
 
     Args:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None = 2048,
             or the trained length if that is less. With ``kv_unified=False`` the cells are divided evenly
             and each part is rounded up; None then means that number for each sequence.
-        n_seq_max: sequences (branches) at a time, 1 to 256. None = 16, or 9 if each takes memory of its
-            own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
-        n_batch: the most tokens per decode. n_ubatch: tokens computed at once (None = n_batch). With a
-            sliding window the smaller of the two is used for both.
+        n_seq_max: the most sequences (branches) at a time, 1 to 256. None = 16, or 9 if each sequence
+            takes its own memory (recurrent and hybrid memory, ``kv_unified=False``), but at most
+            ``n_batch``.
+        n_batch: the most tokens per decode. n_ubatch: the most tokens computed at once (None =
+            n_batch). With a sliding window, the smaller of the two is used for both.
         n_outputs_max: the most rows of logits per decode, from n_seq_max to n_batch. None =
             max(n_seq_max, min(n_batch, 256)).
-        n_threads, n_threads_batch: threads for one token and for many. None = the physical cores that
-            this process may use, and fewer while other programs use these.
-        flash_attention: "auto" (wherever llama.cpp can), True or False. kv_type: "auto" (f16, or bf16 in
-            an exact context), "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in q8_0, V in f16).
+        n_threads, n_threads_batch: threads for one token and for many. None = one per physical core
+            that this process may use, and fewer while other programs use the cores.
+        flash_attention: "auto" (wherever llama.cpp supports it), True or False. kv_type: "auto" (f16,
+            or bf16 in an exact context), "f16", "bf16", "q8_0", ..., or "q8_0/f16" (K in q8_0, V in
+            f16).
         exact: True = a token's logits do not depend, to the bit, on what else is in the batch or the
             cache, so the same seed gives the same text. This is tried out with the model when the
-            context is created, with UnsupportedError if it does not hold. False = nothing is tried or
-            promised, and equal texts may differ by rounding.
+            context is created, which raises UnsupportedError if it is not so. False = nothing is tried
+            out or promised; rounding may change a text.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
-        kv_unified: True = one cache for all sequences, in which forks share cells. False = each sequence
-            has its own cells, and its attention runs only over these, which is faster with many long
-            texts that share little. Forks then copy K/V, and with a prefix cache each cached prefix takes
-            a sequence until another text needs it. Only for plain attention memory. "auto" = False if the
-            memory can be divided, else True.
+        kv_unified: True = one cache for all sequences, in which forks share cells. False = each
+            sequence has its own cells and attends only to them, which is faster with many long texts
+            that share little. Forks then copy K/V, and each cached prefix takes a sequence until
+            another text needs it. Only for plain attention memory. "auto" = False if the memory can be
+            divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not processed again. None = on after the first call of
             ``complete`` or ``chat``, or with an ``AsyncEngine``, if the memory can share cells. A `Chat`
             opens it in any context, even if it is False.
         checkpoint_ram: bytes of host memory for checkpoints, in contexts whose memory cannot drop the
-            end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an earlier
-            position. Rewinds and the prefix cache return to the last checkpoint before the position they
-            need, and decode the tokens after it. 0 = no checkpoints; the whole text is decoded again.
-        cache_dir: a folder for the K/V of texts of at least 512 tokens: those that the prefix cache
-            evicts, and all others when the context is closed. A prompt that begins like one of them is
-            read back from there if that takes less time, after a restart too. Several contexts and
-            processes may use one folder; a file is used only where the K/V would be the same. It turns
-            the prefix cache on.
-        cache_size: the most bytes of the files ("8GiB", or a number); the least recently used go first.
-        n_rs_seq: how many states of the last tokens of each sequence llama.cpp keeps, if the memory is
+            end of a text (recurrent, hybrid, ``swa_full=False``). A checkpoint is the state at an
+            earlier position. Rewinds and the prefix cache go back to the last checkpoint before the
+            position they need and decode the tokens after it. 0 = no checkpoints; the whole text is
+            decoded again.
+        cache_dir: a folder for the K/V of texts of at least 512 tokens. A text is written when the
+            prefix cache evicts it or the context is closed. A prompt that begins like one of them gets
+            its K/V from there, if that is faster, even after a restart. Several contexts and processes
+            may use one folder; a file is used only where the K/V would be the same. It turns the prefix
+            cache on.
+        cache_size: the most bytes that these files may take ("8GiB", or a number); the least recently
+            used are deleted first.
+        n_rs_seq: for how many last tokens of each sequence llama.cpp keeps the state, if the memory is
             recurrent or hybrid and the model's architecture supports it. Drafts of up to this many
             tokens are verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these
             states together take at most an eighth of the machine's memory, else 0. 0 = none.
@@ -128,7 +133,7 @@ class ContextParams:
             rope_freq_base, rope_freq_scale, yarn_orig_ctx: as in llama.cpp, 0 = the model's own.
 
     Raises:
-        ConfigError: llama.cpp would abort on a value, or ignore it.
+        ConfigError: a value on which llama.cpp would abort, or that it would ignore.
     """
 
     n_ctx: int | None = None
@@ -189,7 +194,7 @@ class ContextParams:
             choice("rope_scaling", self.rope_scaling, [name for name in ROPE_SCALING if name])
 
     def resolve(self, model: Model) -> ContextParams:
-        """Return a copy with all defaults resolved for ``model``, by rules: nothing is measured.
+        """Return a copy with all defaults resolved for ``model``, by fixed rules; nothing is measured.
 
         Raises:
             ConfigError: values that do not fit together.
@@ -261,14 +266,14 @@ class ContextParams:
 
     @property
     def most_rollback(self) -> int:
-        """The most states of the last tokens that llama.cpp can keep with resolved parameters."""
+        """For how many last tokens llama.cpp can keep the states; needs resolved parameters."""
         return (self.n_ubatch or self.n_batch) - 2
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.
 
-        None if there is no such limit: a recurrent state has no positions, and explicit rope settings
-        stretch the positions.
+        None = no limit, because a recurrent state has no positions, or because rope settings stretch
+        them.
         """
         scaled = self.rope_scaling not in (None, "none")
         stretched = scaled or self.rope_freq_base or self.rope_freq_scale

@@ -1,20 +1,19 @@
-"""The prefix cache: keeps the K/V of texts that were read until its cells are needed.
+"""The prefix cache: keeps the K/V of earlier texts until its cells are needed.
 
-A cached prefix has a sequence that is never decoded. It refers to the cells the text was read into.
-A new text with the same beginning shares those cells, as a fork does. So nothing is copied, the
-cells of a text stay in order, and a text that continues a kept one gets the logits it would have
-had alone. Cells are evicted from the end of a text. Cells that other sequences also use stay, since
-evicting them would free nothing. Texts go in this order:
+A cached prefix has a sequence that is never decoded; it refers to the cells that the text was decoded
+into. A new text with the same beginning shares those cells, as a fork does. So nothing is copied, the
+cells of a text stay in order, and a text that continues a cached one gets the logits it would have had
+alone. Cells are evicted from the end of a text. Cells that other sequences also use stay, since
+evicting them would free nothing. Texts are evicted in this order:
 
 1. texts of sessions that have ended;
-2. texts without a session: those that were not used for long first, and those whose beginning many
-   texts have shared later;
+2. texts without a session, least recently used first; texts that many others have shared go later;
 3. texts of a session except its longest, least recently used first;
 4. the longest texts of sessions, least recently used first.
 
 The longest text of a session is not evicted while a session below it runs. It is also kept while a
-request of such a session waits: the requests of other sessions then wait for other cells. Only if no more
-than one text runs may it be evicted, so that something always runs.
+request of such a session waits; requests of other sessions then have to wait for other cells. It may be
+evicted only if at most one text is running, so that something always runs.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class CachedPrefix:
         tokens: its token ids.
         seq_id: the sequence; -1 if it has none.
         session: the session that it belongs to, if any.
-        n_shared: how many tokens other texts have taken from it, in total.
-        age: the worth of the text that was evicted last when it was used last.
+        n_shared: how many tokens other texts have shared with it, in total.
+        age: when this text was last used, the worth of the text that had been evicted last.
     """
 
     tokens: list[int]
@@ -65,13 +64,13 @@ def longest_prefix(
     tokens: Sequence[int],
     usable: Callable[[int, int], int] = lambda _seq_id, n: n,
 ) -> tuple[int, CachedPrefix | None]:
-    """Return the length of the longest prefix of ``tokens`` that a text has, and that text.
+    """Return the text that shares the longest prefix with ``tokens``, after the length of that prefix.
 
     ``usable(seq_id, n)`` returns how many of the first ``n`` tokens of a text can be shared.
     """
     tokens, n, best = list(tokens), 0, None
     for text in texts:
-        # Most texts do not have more in common, and one comparison shows it.
+        # Most texts have no more than this in common, which one comparison shows.
         if text.tokens[n : n + 1] == tokens[n : n + 1]:
             common = n_common(text.tokens, tokens)
             if common > n and (common := usable(text.seq_id, common)) > n:
@@ -80,7 +79,7 @@ def longest_prefix(
 
 
 class PrefixCache:
-    """Texts whose K/V is still in the cache, to be shared with texts that begin alike.
+    """Texts whose K/V is still in the cache, for new texts that begin the same way.
 
     ``ContextParams.prefix_cache`` tells which contexts have one.
 
@@ -88,7 +87,7 @@ class PrefixCache:
         memory: has the cells.
         sequences: the sequences of the context. Cached texts use some of them if the memory has no other
             ids.
-        store: keeps evicted texts in a folder; None = they are lost.
+        store: keeps evicted texts in a folder; None = evicted texts are lost.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
@@ -96,7 +95,8 @@ class PrefixCache:
         n_evicted: how many cells were freed because other texts needed them.
         sessions: the sessions of its texts.
         asker: the session of the text that needs cells now, if any.
-        note_evicted: called with a text before it loses its end, and how many tokens are left; 0 = none.
+        note_evicted: called before a text loses its end, with the text and how many tokens will be
+            left.
 
     If the memory cannot be cut (recurrent, hybrid, sliding window), a text helps only texts that
     begin with all of it, or with its tokens up to one of its checkpoints.
@@ -131,18 +131,18 @@ class PrefixCache:
         return list(self._kept)
 
     def n_common(self, tokens: Sequence[int]) -> int:
-        """Return how many of ``tokens``, from the first one, could be shared. Any thread may ask."""
+        """Return how many of the first ``tokens`` could be shared. Any thread may call this."""
         with self._memory.handle.lock:
             n, _ = self._find(tokens)
             return n if self._store is None else self._store.n_common(tokens, n)
 
     @uninterrupted
     def take(self, seq_id: int, tokens: Sequence[int]) -> int:
-        """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
+        """Put the longest cached prefix of ``tokens`` into an empty sequence; return its length."""
         n, text = self._find(tokens)
         stored = None
         if self._store is not None:
-            self._shared = text  # room is made from other texts
+            self._shared = text  # room is made by evicting other texts
             try:
                 stored = self._store.read(tokens, n)
             finally:
@@ -156,11 +156,11 @@ class PrefixCache:
 
     @uninterrupted
     def transfer_text(self, tokens: Sequence[int], is_full: bool) -> int | None:
-        """Drop a cached prefix that begins like ``tokens``; return its sequence, cut to the common part.
+        """Drop a cached text that begins like ``tokens``; return its sequence, cut to the common part.
 
-        So nothing is copied with non-unified KV. There the text is dropped if ``tokens`` continue all of
-        it. If no sequence is free (``is_full``), some text must be dropped anyway; then this one is
-        dropped if more of it is shared than lost, and with any memory if it is the only one.
+        This avoids a copy with non-unified KV. There the text is dropped if ``tokens`` continue all of
+        it. If no sequence is free (``is_full``), some text must be dropped anyway: this one, if more of
+        it is shared than lost. If it is the only one, it is dropped with any kind of memory.
 
         Returns:
             The sequence; None if ``take`` has to copy, or if there is nothing to take.
@@ -169,7 +169,7 @@ class PrefixCache:
         if text is None or text.seq_id in self._protected():
             return None
         if self._store is not None and self._store.n_common(tokens, n) > n:
-            return None  # `take` reads more of it from the folder
+            return None  # `take` reads a longer prefix from the folder
         self._kept.move_to_end(text)  # so that another text is evicted
         n_lost = len(text.tokens) - n
         is_cheap = self._memory.forks_copy and (not n_lost or (is_full and n_lost < n))
@@ -205,22 +205,22 @@ class PrefixCache:
         *,
         is_last: bool = False,
     ) -> bool:
-        """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.
+        """Cache the K/V of a sequence, which holds exactly ``tokens``, so that it outlives the sequence.
 
         Args:
             seq_id: a sequence that is held.
             tokens: the tokens that it holds.
             session: the session that it belongs to, if any.
-            is_last: nobody else uses the sequence from now on, so the cached text may take it over.
+            is_last: no one else will use the sequence again, so the cached text may take it over.
 
         Returns:
-            True if the cached text has taken the sequence over; then it must not be freed.
+            True if the cached text has taken over the sequence, which must then not be freed.
         """
         if len(tokens) < MIN_SHARED:
             return False
         text = CachedPrefix(list(tokens), session=session, age=self._age)
         n, known = self._find(tokens)
-        # A text of another session stays beside this one: they are evicted at different times.
+        # A text of another session is kept too, because the two are evicted at different times.
         if known is not None and known.session in (None, session):
             if n == len(tokens):
                 self._kept.move_to_end(known)
@@ -229,7 +229,7 @@ class PrefixCache:
             if n == len(known.tokens) and self._memory.usable(seq_id, n) == n:
                 text.n_shared = known.n_shared
                 self._drop(known)  # the new text continues the known one
-        transfers = is_last and not self._memory.spare_seq_ids  # a transfer takes no other sequence
+        transfers = is_last and not self._memory.spare_seq_ids  # so no second sequence is needed
         allocated = seq_id if transfers else self._allocate(text)
         while allocated is None:
             if not self.evict_text():
@@ -245,14 +245,14 @@ class PrefixCache:
         return transfers
 
     def _allocate(self, text: CachedPrefix) -> int | None:
-        """Return an empty sequence for a text, or None if all are taken."""
+        """Return an empty sequence for a text; None if all are taken."""
         if not self._memory.spare_seq_ids:
             return self._sequences.allocate_if_free(text)
         return heapq.heappop(self._spare_seq_ids) if self._spare_seq_ids else None
 
     @uninterrupted
     def evict(self, n_cells: int) -> int:
-        """Free at least ``n_cells`` cells that only cached texts use, or all of them if there are fewer.
+        """Free at least ``n_cells`` cells that only cached texts use, or all if there are fewer.
 
         Returns:
             The number of freed cells.
@@ -266,7 +266,7 @@ class PrefixCache:
                 if freed >= n_cells:
                     break
                 n = self._shorten(text, n_cells - freed)
-                if n or self._is_in(text, texts):  # another text may now have cells alone
+                if n or self._is_in(text, texts):  # another text may now be a cell's only user
                     freed, is_over = freed + n, False
         self.n_evicted += freed
         return freed
@@ -283,13 +283,13 @@ class PrefixCache:
         return is_in
 
     def _shorten(self, text: CachedPrefix, n_cells: int) -> int:
-        """Free up to ``n_cells`` cells that only this text uses, from its end; return how many."""
+        """Free up to ``n_cells`` cells at the end of a text that only it uses; return how many."""
         first, n_alone = self._memory.cells.exclusive(text.seq_id, 0, END)
         if first is None:
             return 0
         n_tokens = len(text.tokens)
         keep = self._memory.usable(text.seq_id, max(first, n_tokens - n_cells))
-        # Another text may have all that would be left.
+        # What would be left may be the beginning of another text.
         others = (other for other in self._kept if other is not text)
         is_kept = keep >= MIN_SHARED and longest_prefix(others, text.tokens[:keep])[0] < keep
         self._note_evicted(text, keep)
@@ -307,9 +307,9 @@ class PrefixCache:
             self._store.save(text.seq_id, text.tokens)
 
     def _in_order(self, *, by_worth: bool) -> list[CachedPrefix]:
-        """Return the texts that may be evicted, the first one first.
+        """Return the texts that may be evicted, in that order.
 
-        ``by_worth``: whether texts without a session that others have shared come later.
+        ``by_worth``: texts without a session come later if other texts have shared them.
         """
         longest: dict[Session | None, CachedPrefix] = {}
         for text in self._kept:
@@ -327,17 +327,17 @@ class PrefixCache:
         return sorted((text for text in self._kept if text.seq_id not in protected), key=rank)
 
     def _protected(self) -> set[int]:
-        """Return the sequences of the longest texts of sessions above a session that runs."""
+        """Return the sequences that hold the longest text of each session above a running one."""
         running = self.sessions.running() + ([] if self.asker is None else [self.asker])
         kept = (*self._above(running), self._shared)
         return {text.seq_id for text in kept if text is not None}
 
     def _reserved(self) -> set[int]:
-        """Return the protected sequences, and those above a session that has a waiting request."""
+        """Return the protected sequences, and those protected for sessions with a waiting request."""
         return self._protected() | {text.seq_id for text in self._above(self.sessions.asked())}
 
     def _above(self, sessions: Iterable[Session]) -> list[CachedPrefix]:
-        """Return the longest text of each session above some sessions."""
+        """Return the longest text of each session above one of these."""
         above = {each for below in sessions for each in below.ancestors() if each is not below}
         kept = ([text for text in self._kept if text.session is session] for session in above)
         return [max(texts, key=lambda text: len(text.tokens)) for texts in kept if texts]
@@ -370,7 +370,7 @@ class PrefixCache:
             self._drop(text)
 
     def close(self) -> None:
-        """Write what is kept to the store, if there is one; the context closes next."""
+        """Write the cached texts to the store, if there is one, before the context closes."""
         if self._store is not None:
             self._store.close([(text.seq_id, text.tokens) for text in self._kept])
 

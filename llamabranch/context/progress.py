@@ -27,7 +27,7 @@ OnPromptProgress = Callable[[PromptProgress], object]
 
 
 class Reading:
-    """A prompt whose processing begins now.
+    """A prompt whose processing has just begun.
 
     Args:
         n_cached: its tokens that are already in the cache.

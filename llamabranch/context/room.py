@@ -1,7 +1,7 @@
 """Whether the machine has enough memory for a context, checked before llama.cpp allocates it.
 
-llama.cpp writes to the whole cache when it creates it. For a cache that was far too large this took a
-minute and a half, and the memory of all other programs. The size that is computed here is a lower bound.
+llama.cpp writes to the whole cache when it creates it. With a cache that was far too large, this took a
+minute and a half and pushed all other programs out of memory. The size computed here is a lower bound.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..native.context import KV_TYPES
 from ..native.gguf_reader import type_bytes
 from .params import ContextParams
 
-# llama.cpp's record of a cell has at least its position, a shift, and a bit for each of 256 sequences.
+# For each cell, llama.cpp stores at least a position, a shift, and a bit for each of 256 sequences.
 BYTES_OF_CELL = 40
 BYTES_OF_NUMBER = 4  # bytes of a number in a state: llama.cpp keeps states as float32
 _STEP = 256  # llama.cpp rounds a cache up to whole steps
@@ -25,7 +25,7 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
 
     Args:
         params: resolved for the model.
-        is_head: the context computes only the model's layers that draft for another context.
+        is_head: the context computes only the layers that draft for another context.
     """
     limit = memory_bytes()
     of_cells = cell_bytes(model, params, is_head=is_head)
@@ -52,7 +52,7 @@ def check_room(model: Model, params: ContextParams, *, is_head: bool = False) ->
 
 
 def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) -> int:
-    """Return how many bytes the cells of a context take at least; 0 if that is not known."""
+    """Return the fewest bytes that the cells of a context can take; 0 if that is not known."""
     windowed = ("sliding-window",) if params.swa_full else ()
     if model.memory_type not in ("attention", "hybrid", *windowed):
         return 0
@@ -64,7 +64,7 @@ def cell_bytes(model: Model, params: ContextParams, *, is_head: bool = False) ->
 
 
 def least_state_bytes(model: Model, params: ContextParams) -> int:
-    """Return the bytes of the states of all sequences, with those kept for undoing; 0 if not known."""
+    """Return the bytes of all sequences' states, including those kept for undoing; 0 = unknown."""
     if model.on_gpu and params.offload_kqv:
         return 0
     n_states = (params.n_seq_max or 1) * (1 + int(params.n_rs_seq))

@@ -1,8 +1,8 @@
 """Decoding: the only place that passes tokens to llama.cpp and reads logits, in transactions.
 
-``Runner.transact`` submits every decode (a token, a batch, a tree, a head with its target), records it,
-and undoes it if it fails. A `Batch` packs tokens of any number of sequences into as few decodes as
-possible. The caller must hold the context's lock and pass valid arguments:
+Every decode (a token, a batch, a tree, a head with its target) goes through ``Runner.transact``, which
+submits and records it, and undoes it if it fails. A `Batch` packs tokens of any number of sequences
+into as few decodes as possible. The caller must hold the context's lock and pass valid arguments:
 :class:`~llamabranch.context.Context` checks the arguments of users, and branches pass checked ones.
 """
 
@@ -29,15 +29,15 @@ from .threads import ThreadWatch
 
 States = npt.NDArray[np.float32]
 Read = Callable[[int, list[LogitsRow]], None]
-# One decode: the number of tokens; the number of rows of logits; a function that submits it and returns
-# llama.cpp's code; a function that records it in the memory, and returns False if nothing was decoded;
-# and the index of each wanted row among llama.cpp's rows, None if these have the right order.
+# One decode: the number of tokens, the number of rows of logits, a function that submits it and returns
+# llama.cpp's code, a function that records it in the memory (and returns False if nothing was decoded),
+# and the index of each requested row in llama.cpp's rows, or None if they are already in order.
 Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | None"]
 
-# A token; its position; the sequence; whether its row is needed.
+# A token, its position, its sequence, and whether its row is needed.
 Entry = tuple[int, int, int, bool]
 
-_LONG = 64  # tokens of a decode that shows how fast prompts are read
+_LONG = 64  # tokens in a decode from which the prompt speed is measured
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
 _INTERRUPTED = 2
@@ -51,16 +51,15 @@ class Runner:
         memory: where the tokens are written; its native context decodes them.
         n_trained: the number of positions the model was trained for; a longer sequence gets a warning.
             None = never warn.
-        encoded: for a head with an encoder, how many numbers of hidden states it reads for a token; else
-            0.
-        watch: changes the number of threads while other programs use the cores; None = the number never
+        encoded: for a head with an encoder, how many numbers it reads per token; else 0.
+        watch: changes the number of threads while other programs use the cores; None = it never
             changes.
 
     Attributes:
         n_trained: the position beyond which a sequence gets a warning.
         n_decodes: the number of decodes so far.
         stops: the requests to stop a decode.
-        most_rows: the most tokens of a decode that computes the logits of all.
+        most_rows: how many tokens a decode can have if it computes the logits of all of them.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class Runner:
         self.n_decodes = 0
         self.stops = handle.stops
         self.most_rows = min(handle.n_chunk, handle.n_outputs_max)
-        # If there are fewer cells than that, no sequence can exceed it.
+        # With no more cells than that, no sequence can exceed it.
         self.n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self._row_bytes = 4 * handle.n_vocab
         self._live: list[LogitsRow] = []
-        self._places: list[int] | None = None  # the last rows among llama.cpp's, if not in order
+        self._places: list[int] | None = None  # of the last rows, if llama.cpp has another order
         self._encoded = encoded
         self.watch = watch
 
@@ -93,7 +92,7 @@ class Runner:
         self.handle.close()
 
     def make_room(self, n: int) -> None:
-        """Free quarantined and cached cells if ``n`` cells would not be free otherwise."""
+        """Free quarantined and cached cells if fewer than ``n`` cells are free without them."""
         memory = self.memory
         if (memory.order.n_cells or memory.prefix_seq_ids) and memory.n_vacant < n:
             memory.reclaim(n)
@@ -109,17 +108,17 @@ class Runner:
         *,
         reclaims: bool = True,
     ) -> list[LogitsRow]:
-        """Run several decodes, or none if one fails; return the rows that ``read`` did not get.
+        """Run several decodes, all or none; return the rows, unless ``read`` gets them.
 
-        ``pieces`` yields each decode after the previous one was recorded. If one fails, the sequences
-        are cut to ``starts``. The texts of ``replaced`` sequences get new rows, so their last rows are
-        not copied; the caller passes none if a later decode could fail after an earlier one.
-        ``reclaims``: cells may be freed if all are taken. An exception in ``read`` undoes all decodes.
+        ``pieces`` yields each decode after the previous one was recorded. If one fails, or ``read``
+        raises an exception, the sequences are cut back to ``starts``. The texts of ``replaced``
+        sequences get new rows, so their last rows are not copied; pass none if there are several
+        decodes, because a later one could fail. ``reclaims``: free cells if all are taken.
         """
         handle, memory, watch = self.handle, self.memory, self.watch
         handle.ptr  # noqa: B018  (raises ClosedError)
         all_rows: list[LogitsRow] = []
-        expiring: list[LogitsRow] = []  # valid if the decode fails and has changed nothing
+        expiring: list[LogitsRow] = []  # still valid if the decode fails without any change
         code = n = n_decoded = 0
         outer = self.stops.begin()
         try:
@@ -143,8 +142,8 @@ class Runner:
                 self.n_decodes += 1
                 rows: list[LogitsRow] = []
                 self._live = rows
-                # Views into llama.cpp's buffer. This is no function of its own, because it runs for each
-                # token.
+                # Views into llama.cpp's buffer. This is not a separate function, because it runs for
+                # each token.
                 if n_rows:
                     arrays, at = handle.rows(n_rows), handle.rows_address or 0
                     for i in range(n_rows):
@@ -173,7 +172,7 @@ class Runner:
     def _protect_rows(self, n_rows: int, replaced: Collection[int] = ()) -> list[LogitsRow]:
         """Copy the rows that are still needed before the next decode overwrites the buffer.
 
-        Return those that are not copied, because only a text of a ``replaced`` sequence has them.
+        Return the rows that are not copied because only the text of a ``replaced`` sequence has them.
         """
         hidden = self.memory.hidden
         if hidden is not None and not hidden.is_read():
@@ -221,7 +220,7 @@ class Runner:
 
     @uninterrupted
     def undo(self, starts: dict[int, int], expiring: Sequence[LogitsRow]) -> list[int]:
-        """Cut every sequence of a failed batch back to its start; return the ones now shorter."""
+        """Cut every sequence of a failed batch back to its start; return those that got even shorter."""
         emptied = [s for s, start in starts.items() if self.memory.cut(s, start) < start]
         for row in expiring:
             row.invalidate()
@@ -238,8 +237,8 @@ class Runner:
     ) -> LogitsRow:
         """Decode one token at the end of ``seq_id``; return its row. The hot path.
 
-        The next token will be drawn with ``sampler`` and ``seed``. If the compiled core supports the
-        settings, it is drawn in the same native call, and the row keeps it.
+        If the compiled core supports the settings of ``sampler``, the same native call also draws the
+        next token, with ``seed``, and the row keeps it.
         """
         handle, memory = self.handle, self.memory
         position = memory.next_position(seq_id)
@@ -266,16 +265,16 @@ class Runner:
         *,
         read: Read | None = None,
     ) -> list[list[LogitsRow]]:
-        """Decode all runs of a batch, or none, in as few decodes as possible; return the rows of each.
+        """Decode all runs of a batch, or none, in as few decodes as possible; return each run's rows.
 
         Args:
             batch: the tokens.
             states: the hidden states that a head reads with each token, float32 (n, n_embd).
-            read: called after each decode with how many of the tokens are decoded so far and the new
-                rows, which are valid until the next decode. With ``read`` no row is copied or returned.
+            read: called after each decode with the number of tokens decoded so far and the new rows,
+                which are valid until the next decode. If it is given, no rows are copied or returned.
 
         Raises:
-            CacheFullError, DecodeError: all sequences are as before, also if ``read`` raises an
+            CacheFullError, DecodeError: all sequences are as before, as they are if ``read`` raises an
                 exception.
         """
         seqs = dict.fromkeys(seq_id for _, seq_id, _ in batch.tokens)
@@ -304,7 +303,7 @@ class Runner:
         return [list(islice(rows, n)) for n in batch.n_rows]
 
     def _parts(self, entries: Sequence[Entry]) -> Iterator[slice]:
-        """Yield the tokens of each decode: as many tokens and rows as one decode can have."""
+        """Yield the tokens of each decode, filling each with as many tokens and rows as it can have."""
         most, most_rows = self.handle.n_chunk, self.handle.n_outputs_max
         low = n_rows = 0
         for i, (_, _, _, wants) in enumerate(entries):
@@ -395,7 +394,7 @@ class Runner:
         return np.concatenate(states)
 
     def output_states(self, n: int) -> States:
-        """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.
+        """Return a copy of the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out).
 
         A head reads them with the next token of its draft.
         """
@@ -403,11 +402,11 @@ class Runner:
         return rows.copy() if self._places is None else rows[self._places]
 
     def use_mtp_layer(self, number: int) -> None:
-        """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
+        """Use another MTP layer from the next decode on; 0 = the first, which is the default."""
         staging.functions["set_layer_offset"](self.handle.ptr, number)
 
     def encode(self, features: States) -> States:
-        """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
+        """Return what a head's encoder computes from ``features``: states, float32 (n, n_embd), a copy.
 
         MTP layers have no encoder: they read the states as they are.
 
@@ -435,14 +434,14 @@ class Batch:
     """Runs of tokens, each at the end of a sequence, decoded in the order in which they were added.
 
     Args:
-        positions: where the tokens of each sequence go; None = to its end. With positions the memory
-            does not record the tokens, and no cells are freed for them, because compaction would find
-            texts with an unknown end. They are for a head that reads its target's memory and writes no
-            cells.
+        positions: where the tokens of each sequence go; None = to its end. They are for a head that
+            reads its target's memory and writes no cells of its own. The memory then does not record
+            the tokens, and no cells are freed for them, because compaction would find texts with an
+            unknown end.
 
     Attributes:
         tokens: the tokens of all runs, each with its sequence and whether its row is needed.
-        n_rows: for each run how many rows it gets.
+        n_rows: how many rows each run gets.
     """
 
     def __init__(self, positions: Mapping[int, int] | None = None) -> None:
@@ -455,12 +454,12 @@ class Batch:
         return len(self.tokens)
 
     def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
-        """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
+        """Add tokens to the end of ``seq_id``, after any that earlier runs of this batch add to it.
 
         Args:
             seq_id: the sequence.
             tokens: ids, at least one.
-            logits: which rows to return: "all", "last", "none", or a number n = those from the n-th
+            logits: which rows to return: "all", "last", "none", or a number n for those from the n-th
                 token on.
         """
         n = len(tokens)

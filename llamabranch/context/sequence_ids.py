@@ -1,4 +1,4 @@
-"""Which sequences of a context are allocated, and to which objects."""
+"""Which sequences of a context are allocated, and which objects hold them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..errors import SequencesExhaustedError
 from ..native.interrupts import uninterrupted
 from .memory import Memory
 
-_TRIES = 1000  # tries, a millisecond apart: a collection in another thread may take that long
+_TRIES = 1000  # a millisecond apart, because a collection in another thread may take a second
 
 
 class SequenceIds:
     """Sequence ids and their holders, which are referenced weakly: a sequence is freed with its holder.
 
-    Garbage collection can run at any time, also in the middle of a decode. So the finalizer only records
-    the sequence, and ``collect`` empties the recorded sequences when that is safe.
+    Garbage collection can run at any time, also in the middle of a decode. So the finalizer only notes
+    the sequence, and ``collect`` empties it when that is safe.
 
     Args:
         memory: its sequences are allocated, and emptied when they are freed.
         check: raises an error if nothing may be allocated, and calls ``collect``.
 
     Attributes:
-        evict: frees a sequence that the prefix cache holds; returns whether it did.
+        evict: frees a sequence that the prefix cache holds; returns False if there is none.
         transfer_text: takes a sequence over from a cached text; see ``PrefixCache.transfer_text``.
     """
 
@@ -50,7 +50,7 @@ class SequenceIds:
 
     @property
     def n_held(self) -> int:
-        """How many sequences are allocated to other holders than the prefix cache."""
+        """How many sequences have holders other than the prefix cache."""
         return len(self._holders) - self.n_cached
 
     def count_free(self) -> int:

@@ -13,11 +13,11 @@ from ..model.tree import TextNode
 
 
 class Session(TextNode):
-    """A session, below the one from which it began.
+    """A session, below the session that started it.
 
     Attributes:
         name: its id.
-        ttl: seconds after its last request until it counts as ended.
+        ttl: it counts as ended this many seconds after its last request.
         running: its texts that hold a sequence.
         requests: its requests that have not ended.
     """
@@ -34,11 +34,11 @@ class Session(TextNode):
         return f"<Session {self.name!r}>"
 
     def begin(self, text: object) -> None:
-        """Note that a text of it holds a sequence."""
+        """Note that one of its texts holds a sequence."""
         self.running.add(text)
 
     def end(self, text: object) -> None:
-        """Note that a text of it holds no sequence any more. A second call only notes the time."""
+        """Note that one of its texts no longer holds a sequence. A second call only notes the time."""
         self.running.discard(text)
         self._used = monotonic()
 
@@ -55,7 +55,7 @@ class Sessions:
         self._by_name: WeakValueDictionary[str, Session] = WeakValueDictionary()
 
     def of(self, name: str, parent: str | None, ttl: float) -> Session:
-        """Return a session. It moves below ``parent``, unless that one is below this session."""
+        """Return a session, after moving it below ``parent``, unless ``parent`` is below it."""
         session = self._by_name.get(name)
         if session is None:
             session = self._by_name[name] = Session(name, None)

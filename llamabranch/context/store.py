@@ -1,11 +1,11 @@
-"""The prefix store: a folder with the K/V of texts, so that a prompt is not read again after a restart.
+"""The prefix store: a folder with the K/V of texts, so that a restart does not decode prompts again.
 
 A *segment* is a file with the K/V of some tokens and the key of the segment with the tokens before them.
-So texts with the same beginning share the segments of that beginning. The key is a hash of all that, of
-the model, and of everything else that K/V depends on; it is the file's name. Several processes may use
-one folder: a file is complete or not there, its checksums are checked, and one that is damaged or gone is
-a miss. The least recently used files are deleted at the size limit; a segment is older than those before
-it. Nothing here raises an error in a text. The caller holds the context's lock.
+So texts with the same beginning share the segments of that beginning. The key is the file's name, and a
+hash of all these tokens, of the model, and of everything else that K/V depends on. Several processes
+may use one folder: files appear only when they are complete, their checksums are checked, and a file
+that is damaged or gone is a miss. At the size limit, the least recently used files are deleted, the
+last segment of a text first. No error here stops a text. The caller holds the context's lock.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _ENDING = ".kv"
 _NAME = re.compile(
     r"[0-9a-f]{16}-[0-9a-f]{32}\.kv|\.[0-9a-f]{16}(-[0-9a-f]{15}|\.sha256)\.[0-9a-f]{16}"
 )
-_STALE_NS = 60 * 10**9  # a temporary file that was not written for so long is a dead process's
-_MOST_WAITING = 2  # texts that wait until they are written
-_KNOWN_S = 600  # how long the measured speed of the folder counts
+_STALE_NS = 60 * 10**9  # a temporary file this old was left by a dead process
+_MOST_WAITING = 2  # texts that wait to be written
+_KNOWN_S = 600  # how long the measured speed of the folder stays valid
 _NO_FLOATS = np.empty(0)
 
 
@@ -69,13 +69,13 @@ class _About(msgspec.Struct):
 
 @dataclass(eq=False)
 class Segment:
-    """A part of a text whose K/V is in a file, or will be.
+    """A part of a text whose K/V is in a file or waits to be written.
 
     Attributes:
         key: the name of the file, without its ending.
-        parent: the key of the segment that it continues; "" = it begins a text.
+        parent: the key of the segment before it; "" = it begins a text.
         start: how many tokens are before it.
-        tokens: its own.
+        tokens: its own tokens.
         points: positions of its checkpoints.
         n_bytes: the size of the file.
     """
@@ -99,9 +99,9 @@ class Found:
 
     Attributes:
         start, end: the positions of the K/V.
-        pieces: states, each with the start and the end of what is used of it.
-        points: the checkpoints up to the end.
-        path: the segments.
+        pieces: states, each with the start and the end of the positions that are used.
+        points: the checkpoints up to ``end``.
+        path: the segments, the last one first.
         seconds: how long it took to read.
     """
 
@@ -114,10 +114,10 @@ class Found:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the folder, which is made if it is missing.
+    """Return the folder, creating it if it is missing.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot be created or written to.
     """
     folder = path_of(path).expanduser()
     try:
@@ -136,7 +136,8 @@ class PrefixStore:
 
     Args:
         folder: see ``open_folder``.
-        max_bytes: the most bytes of all files of this user in it, also of other models and processes.
+        max_bytes: the most bytes of all this user's files in it, including those of other models and
+            processes.
         ctx: the context whose texts are stored.
 
     Raises:
@@ -150,7 +151,7 @@ class PrefixStore:
             raise UnsupportedError("cache_dir: llama.cpp writes K/V in an unknown form")
         self._folder, self._max_bytes = folder, max_bytes
         self._memory, self._layout = ctx.kv_cache, layout
-        # Everything that the K/V of given tokens depends on, to the bit.
+        # Everything besides the tokens that K/V depends on, to the bit.
         ctx.model.remember_fingerprint(folder)
         about = asdict(KVCompatibility.of(ctx)) | engine_versions()
         about |= {
@@ -163,8 +164,8 @@ class PrefixStore:
         self._seen: object = None  # the state of the folder when it was last listed
         self._clock = 0  # the latest time of use
         self._speed = 0.0  # bytes a second
-        self._known_until = 0.0  # how long that counts
-        self._is_on = True  # False: nothing is written any more
+        self._known_until = 0.0  # how long the speed stays valid
+        self._is_on = True  # False: nothing more is written
         self._generation = generation()
         self._waiting: dict[str, tuple[State, list[Checkpoint]]] = {}
         self._jobs: Queue[list[Segment] | None] = Queue(_MOST_WAITING)
@@ -189,9 +190,9 @@ class PrefixStore:
                         yield entry, status
 
     def _list(self) -> None:
-        """Find out which segments there are, if the folder has changed."""
+        """List the segments again, if the folder has changed."""
         there: dict[str, int] = {}
-        waiting = set(self._waiting)  # before the folder is read: they are written meanwhile
+        waiting = set(self._waiting)  # before the listing: they may be written meanwhile
         try:
             seen = self._folder.stat().st_mtime_ns
             if seen == self._seen:
@@ -212,14 +213,14 @@ class PrefixStore:
                 with suppress(OSError):
                     try:
                         self._segments[key] = self._open(key, n_bytes)
-                    except (SnapshotError, ValueError):  # ValueError: it is being cut
+                    except (SnapshotError, ValueError):  # ValueError: it is being truncated
                         self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}{_ENDING}"
 
     def _open(self, key: str, n_bytes: int) -> Segment:
-        """Return what the beginning of a file says.
+        """Read the beginning of a file, which describes the segment.
 
         Raises:
             OSError: it cannot be read. SnapshotError: it is damaged, or has another name.
@@ -317,7 +318,7 @@ class PrefixStore:
         return Found(start, n, path)
 
     def read(self, tokens: Sequence[int], n_held: int) -> Found | None:
-        """Read K/V of ``tokens`` beyond the first ``n_held``, and make room for it; None = a miss."""
+        """Read the K/V of ``tokens`` after the first ``n_held``, and make room for it; None = a miss."""
         while (found := self._worth(tokens, n_held)) is not None:
             began, limit = time.perf_counter(), found.end
             for segment in found.path:
@@ -349,9 +350,9 @@ class PrefixStore:
         return True
 
     def place(self, found: Found, seq_id: int) -> int:
-        """Put what was read into a sequence; return how many tokens it holds then.
+        """Put the K/V that was read into a sequence; return how many tokens the sequence then holds.
 
-        The sequence holds the first tokens of the text, or none.
+        The sequence must hold the first tokens of the text, or none.
         """
         memory, layout = self._memory, self._layout
         n_held = memory.next_position(seq_id)
@@ -390,7 +391,7 @@ class PrefixStore:
     # -- writing -----------------------------------------------------------------------------------
 
     def save(self, seq_id: int, tokens: Sequence[int], *, now: bool = False) -> None:
-        """Write what a sequence holds, unless it is there: soon, or ``now``."""
+        """Write the K/V of a sequence soon, or ``now``, unless the folder already has it."""
         if not self._is_on or len(tokens) < MIN_STORED or self._generation != generation():
             return
         (n_usable, usable), (n, parent) = self._match(tokens)
@@ -398,7 +399,7 @@ class PrefixStore:
             self._use(self._path_to(usable))
             return
         path = self._path_to(parent)
-        # A segment of which less than half is used takes longer to read than it saves.
+        # If less than half of a segment is used, reading it takes longer than it saves.
         while path and 2 * (n - path[0].start) < len(path[0].tokens):
             n = path.pop(0).start
         memory = self._memory
@@ -422,7 +423,7 @@ class PrefixStore:
             self._jobs.put(path)
 
     def _has_writer(self) -> bool:
-        """Return whether a thread writes; it is started if it can be."""
+        """Return whether there is a writer thread, after trying to start one."""
         if self._thread is None:
             thread = threading.Thread(target=in_thread(self._work), daemon=True)
             with suppress(RuntimeError):  # the program ends, or has too many threads
@@ -436,7 +437,7 @@ class PrefixStore:
                 self._write(path)
 
     def _write(self, path: list[Segment]) -> None:
-        """Write the segments of a text that are not written yet. It needs no lock."""
+        """Write the segments of a text that were not written yet. This needs no lock."""
         for segment in reversed(path):
             waiting = self._waiting.get(segment.key)
             if waiting is None:
@@ -468,7 +469,7 @@ class PrefixStore:
         write(self._path(segment.key), _MAGIC, msgspec.json.encode(about), arrays)
 
     def _make_space(self, n_bytes: int) -> None:
-        """Delete the files that were not used for longest, and those of processes that ended."""
+        """Delete the least recently used files, and temporary files that dead processes left."""
         files = []
         for entry, status in self._files():
             if entry.name.startswith("."):
@@ -487,20 +488,20 @@ class PrefixStore:
             total -= size
 
     def _use(self, path: Iterable[Segment]) -> None:
-        """Note that segments were used now, the last of a text first: those before it are newer."""
+        """Mark segments as used now, the last of a text first, so that earlier segments are newer."""
         for segment in path:
             self._clock = max(time.time_ns(), self._clock + 1)
             with suppress(OSError):
                 os.utime(self._path(segment.key), ns=(self._clock, self._clock))
 
     def _stop(self, error: Exception) -> None:
-        """Write nothing any more, and say so."""
+        """Stop writing, and warn about it."""
         if self._is_on:
             self._is_on = False
             warn(f"no more K/V is written to {self._folder}: {error}", CacheFolderWarning)
 
     def close(self, texts: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Write what is waiting and these texts, each a sequence and its tokens; then stop."""
+        """Write the waiting texts and these, each a sequence and its tokens; then stop."""
         if self._thread is not None and self._generation == generation():
             self._jobs.put(None)
             self._thread.join()

@@ -1,10 +1,11 @@
 """Fewer threads while other programs use the cores.
 
-The threads of a decode wait for one another some hundred times a token. If another program uses one of
-the cores, every wait lasts until that program is descheduled: two threads can then be a hundred times
-slower than one. Threads that compute or wait for each other use their cores all the time. If they got
-less processor time than that, a few decodes run with fewer threads, and the faster number is kept. More
-threads are tried again later, at growing intervals. All these decodes are needed anyway.
+The threads of a decode wait for each other some hundred times per token. If another program uses one of
+the cores, each wait lasts until that program is descheduled, and two threads can be a hundred times
+slower than one. On idle cores, the threads keep their cores busy all the time, even while they wait for
+each other. So if they got clearly less processor time, we run a few decodes with fewer threads and keep
+the faster number. More threads are tried again later, at growing intervals. The trials cost no extra
+decodes.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-_EVERY, _SLOW_S = 8, 0.02  # one in 8 decodes is timed, and each one after a slow one
+_EVERY, _SLOW_S = 8, 0.02  # one in 8 decodes is timed, and every one after a slow one
 _LAP, _LAP_S = 4, 1.0  # decodes are compared in laps of this many, or of this many seconds
 _IDLE = 0.8  # threads on idle cores get at least this share of them
 _WORTH = 0.9  # a change must bring the time to this share or less
-_HOPELESS, _MOST_OTHER = 3.0, 8  # a trial ends at a decode this slow, or after these of other sizes
+_HOPELESS, _MOST_OTHER = 3.0, 8  # a trial fails if 3 times slower, or after 8 of other sizes
 _PAUSE, _MOST_PAUSE = 16, 1024  # laps until the next trial; doubled after each failed one
 
 
@@ -25,12 +26,12 @@ def _clock() -> tuple[float, float]:
 
 
 class _Kind:
-    """The decodes of one token, or of several, and the ``numbers`` of threads that they may use."""
+    """The decodes of one token, or of several tokens, with the ``numbers`` of threads to choose from."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers, self.at, self.trying = numbers, 0, 0  # 1 = fewer are tried, -1 = more
         self.known_s, self.n_laps, self.pause = 0.0, 0, _PAUSE
-        self.is_fresh = self.falls = True  # the threads start; fewer are tried without a pause
+        self.is_fresh = self.falls = True  # the threads start first; fewer are tried at once
         self.begin(0)
 
     def begin(self, size: int) -> None:
@@ -54,7 +55,7 @@ class _Kind:
                 self.end_lap(self.seconds / self.n, self.cpu_s / self.seconds)
 
     def end_lap(self, mean: float, n_busy: float) -> None:
-        """Judge a lap: seconds of a decode, and how many cores were used on average."""
+        """Judge a lap by its mean seconds per decode and the mean number of busy cores."""
         self.begin(self.size)
         if self.trying:
             self.conclude(is_better=mean < _WORTH * self.known_s)
@@ -78,7 +79,7 @@ class _Kind:
 
 
 class ThreadWatch:
-    """Times decodes of a context, and calls ``use`` with numbers of threads for one token and many.
+    """Times decodes of a context, and calls ``use`` to change the threads for one token and for many.
 
     Args:
         numbers: the numbers of threads that may be used, the largest first.
@@ -102,7 +103,7 @@ class ThreadWatch:
         return single, several
 
     def decode(self, n: int, submit: Callable[[], int]) -> int:
-        """Call ``submit``, which decodes ``n`` tokens, and return its code; time it if it is due."""
+        """Call ``submit``, which decodes ``n`` tokens; return its code. Some of these calls are timed."""
         self._n += 1
         kind = self._kinds[n > 1]
         if not (self._was_slow or self._n % _EVERY == 0 or kind.trying):

@@ -14,11 +14,11 @@ States = npt.NDArray[np.float32]
 
 
 class _Reading:
-    """Holds a sequence in which tokens are decoded again for their hidden states."""
+    """Holds a sequence while tokens are decoded in it again for their hidden states."""
 
 
 def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
-    """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
+    """Return a copy of the hidden states of a sequence's tokens from ``start`` on, float32 (n, width).
 
     The context must keep hidden states. If states are missing, because their tokens were decoded
     earlier, these tokens are decoded again in another sequence.
@@ -50,7 +50,7 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
 
 
 def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start: int) -> States:
-    """Return the hidden states of a layer, of a sequence's tokens from ``start`` on; see `Branch`.
+    """Return one layer's hidden states for a sequence's tokens from ``start`` on; see `Branch`.
 
     Raises:
         ConfigError: no such layer.

@@ -41,7 +41,8 @@ KV_TYPES = {  # ggml_type of K, and of V
 FLASH_ATTENTION = {"auto": -1, False: 0, True: 1}
 ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 
-# The bindings create a ctypes pointer object in each call; a plain address takes a tenth of that time.
+# The bindings create a ctypes pointer object in each call. Passing a plain address takes a tenth of the
+# time.
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
 _llama_decode = C.llama_decode
 _int32_p = ctypes.POINTER(ctypes.c_int32)
@@ -52,8 +53,8 @@ _uint8_p = ctypes.POINTER(ctypes.c_uint8)
 # at every node, and would lose a KeyboardInterrupt that is raised in it.
 _is_asked_to_stop = ctypes.cast(libc.strlen, C.ggml_abort_callback)
 
-# With this many tokens times parameters a decode takes tenths of a second on a few cores. It then
-# runs in a thread of its own, so that Ctrl-C can stop it.
+# If tokens times parameters reach this number, a decode takes tenths of a second on a few cores. It
+# then runs in its own thread, so that Ctrl-C can stop it.
 _WORTH_A_THREAD = 1e10
 _first_team: int | None = None  # generation() of the process that first used several threads
 _INTERRUPTED = 2  # llama_decode's return code
@@ -82,13 +83,13 @@ class ContextHandle(Handle):
         uses_mtp: compute the MTP layers of the model instead of its trunk.
         shares_memory: its decodes read the K/V of the target, so both have one lock.
 
-    Without ``kv_unified`` each sequence has a part of ``n_ctx_seq`` cells. Then ``copy``, or an id of
+    Without ``kv_unified``, each sequence has its own ``n_ctx_seq`` cells, and ``copy``, or an id of
     ``n_seq_max`` or more, aborts the process. Hold ``lock`` while using the handle; freeing acquires it
     too.
 
     Attributes:
         n_rollback: how many tokens of a recurrent state can be undone.
-        stops: the requests to stop a decode, which then returns 2.
+        stops: the requests to stop a decode; a decode that is stopped returns 2.
     """
 
     closes_first = True
@@ -162,7 +163,7 @@ class ContextHandle(Handle):
         self._allow_stops(model, options["n_ubatch"])
 
     def close(self) -> None:
-        """Free the context, its heads first. From then on its memory is empty and does not change."""
+        """Free the heads, then the context, whose memory is empty from then on."""
         if self.closed:
             return
         self.close_children()
@@ -173,8 +174,8 @@ class ContextHandle(Handle):
 
     def _allow_stops(self, model: ModelHandle, n_ubatch: int) -> None:
         """Make decodes stoppable: inside a graph, or else between micro-batches."""
-        # A graph over recurrent memory also moves the states of sequences that are not in the batch; if
-        # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
+        # With recurrent memory, a graph also moves the states of sequences that are not in the batch,
+        # and stopping halfway would corrupt them. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, n_ubatch)
@@ -202,7 +203,7 @@ class ContextHandle(Handle):
             self.states = np.zeros((n, self.n_embd_out), dtype=np.float32)
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             staging.functions["set_nextn"](self.unchecked_ptr, True, True)
-        self._stepper: core.Stepper | None = None  # if the compiled core can decode
+        self._stepper: core.Stepper | None = None  # None if the compiled core cannot decode
         if core.available:
             self._stepper = core.Stepper(
                 decode=address_of(C._lib.llama_decode),
@@ -270,13 +271,13 @@ class ContextHandle(Handle):
         self.row_capacity = self.n_seq_max
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Set the numbers of threads for single tokens and for batches, at most those at creation."""
+        """Set the threads for single tokens and for batches, at most as many as at creation."""
         C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
 
     # -- memory ------------------------------------------------------------------------------------
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
-        """Remove positions [start, end) of a sequence (end -1: to its end); False if impossible."""
+        """Remove positions [start, end) of a sequence (end -1 = its end); return False if impossible."""
         return bool(C.llama_memory_seq_rm(self._memory, seq_id, start, end))
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
@@ -284,7 +285,7 @@ class ContextHandle(Handle):
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def clear(self) -> None:
-        """Empty the memory, unless it belongs to another context, whose memory llama.cpp would empty."""
+        """Empty the memory, unless the context uses another one's, which llama.cpp would empty too."""
         if self.architecture != staging.SHARING_HEAD:
             C.llama_memory_clear(self._memory, True)
 
@@ -302,7 +303,7 @@ class ContextHandle(Handle):
         return state if whole else without_streams(state, seq_id, self.n_seq_max)
 
     def partial_state(self, seq_id: int) -> State:
-        """Return the part of a state that cannot be cut: recurrent states, cells of sliding windows."""
+        """Return the part of a state that cannot be cut: recurrent states and window cells."""
         return self._state(seq_id, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
     def _state(self, seq_id: int, flags: int) -> State:
@@ -330,7 +331,7 @@ class ContextHandle(Handle):
     def _set_state(self, seq_id: int, state: State, flags: int) -> None:
         arguments = self.ptr, state.ctypes.data_as(_uint8_p), len(state), seq_id, flags
         if C.llama_state_seq_set_data_ext(*arguments) != len(state):
-            with recorded_log():  # repeated to get the reason
+            with recorded_log():  # try again to get the reason
                 if C.llama_state_seq_set_data_ext(*arguments) != len(state):
                     raise SnapshotError(f"llama.cpp cannot take the K/V: {logged_reason()}")
 
@@ -339,7 +340,7 @@ _open: weakref.WeakSet[ContextHandle] = weakref.WeakSet()
 
 
 def _close_at_exit(handle: ContextHandle) -> None:
-    """Close contexts before everything else at exit: a daemon thread may still be decoding."""
+    """Close contexts before everything else at exit, because a daemon thread may still be decoding."""
     if not _open:
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # after weakref.finalize's hook, so it runs before that
@@ -354,7 +355,8 @@ def _close_all() -> None:
 def release_threads() -> None:
     """Release this thread's team, so that another thread decodes without delay.
 
-    The next call makes a new team. In a child by fork(), which has no threads of its parent, do nothing.
+    The next decode starts a new team. Does nothing in a child of fork(), which does not have its
+    parent's threads.
     """
     if _first_team == generation() and _pause_teams is not None:
         _pause_teams(_SOFT)

@@ -1,8 +1,8 @@
-"""The compiled core (``core.c``): rows of logits measured, truncated and drawn from in one call.
+"""The compiled core (``core.c``): measures and truncates a row of logits and draws from it in one call.
 
 It is optional. If it is missing or turned off (``LLAMABRANCH_CORE=0``), ``available`` is False, and NumPy
-and llama.cpp's samplers do the same work. If rounding could decide a token, or a row contains NaN, the
-core leaves the row to them. So it never changes a token.
+and llama.cpp's samplers do the same work. If the token could depend on rounding, or a row contains NaN,
+the core leaves the row to them. So using it never changes a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
-# CMakeLists.txt builds it into a folder of its own; next to this file Python would import it as a module.
+# CMakeLists.txt builds it into its own folder; next to this file, Python would import it as a module.
 LIBRARY = Path(__file__).parent / "lib"
 LIBRARY /= "_core" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -126,7 +126,7 @@ def measure(address: int, n_vocab: int) -> tuple[int, float, float]:
 
 
 def softmax(logits: Logits) -> Logits:
-    """Return the probabilities of ``logits`` (n,), whose first is the largest, in 32-bit floats."""
+    """Return the probabilities of ``logits`` (n,) in 32-bit floats; the first must be the largest."""
     address, logits = address_of(logits)
     probs = np.empty(len(logits), dtype=np.float32)
     _library.lb_softmax(address, len(logits), probs.ctypes.data)
@@ -158,7 +158,7 @@ def pieces(to_piece: int, vocab: int, n_vocab: int) -> list[bytes] | None:
 
 
 def address_of(logits: Logits) -> tuple[int, Logits]:
-    """Return the address of a row, and the array at it: a copy if ``logits`` is not contiguous."""
+    """Return a row's address and the array there, which is a copy if ``logits`` is not contiguous."""
     if logits.dtype != np.float32 or not logits.flags.c_contiguous:
         logits = np.array(logits, dtype=np.float32)
     return logits.ctypes.data, logits  # a copied row must be kept alive while its address is used
@@ -229,15 +229,16 @@ class RowSampler:
         self.out = ctypes.addressof(self.choice)
 
     def use_mask(self, mask: npt.NDArray[np.uint32]) -> None:
-        """From now on allow only the tokens whose bits are 1, ((n_vocab + 31) // 32,)."""
+        """Allow only the tokens whose bit in ``mask`` is 1, ((n_vocab + 31) // 32,), from now on."""
         self._mask = mask  # kept alive
         self._settings.mask = mask.ctypes.data
 
     def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:
-        """Draw from the row at ``address``, and measure it if asked; return the token, -1 if undecided.
+        """Draw from the row at ``address`` and, if ``measured``, measure it; return the token, -1 if
+        undecided.
 
-        ``choice`` then has the row's ``best`` (-1 if it could not be measured), ``logsumexp`` and
-        ``entropy``, and the token's ``logprob`` in it, nats.
+        If measured, ``choice`` has the row's ``best`` (-1 if that failed), ``logsumexp`` and
+        ``entropy``, and the ``logprob`` of the token, nats.
         """
         if self._sample(self.at, address, seed, position, purpose, measured, self.out):
             return -1
@@ -245,10 +246,10 @@ class RowSampler:
         return token
 
     def candidates(self, address: int) -> tuple[Ids, Floats] | None:
-        """Return the tokens that the settings leave of the row at ``address``; None if undecided.
+        """Return the tokens of the row at ``address`` that survive truncation; None if undecided.
 
-        Ids int32 (K,) and log-weights float64 (K,) whose largest is 0; copies. They are in
-        llama.cpp's order: descending if top-k or top-p sort them, otherwise by id.
+        They are copies: ids, int32 (K,), and log-weights, float64 (K,), the largest 0. Their order is
+        llama.cpp's: descending if top-k or top-p sort them, otherwise by id.
         """
         if self._candidates(self.at, address, False, self.out):
             return None
@@ -257,14 +258,13 @@ class RowSampler:
 
 
 class Stepper:
-    """Decodes one token, measures its row and draws the next one in a call that holds no GIL.
+    """Decodes one token, measures its row and draws the next token, in one call without the GIL.
 
     Args:
         decode, get_logits: the addresses of llama_decode and llama_get_logits.
         ctx: the address of the llama_context.
-        stop: the address of the byte that forbids starting a decode.
-        batch: the llama_batch to use, a ctypes structure; the memory that it points to must outlive this
-            object.
+        stop: the address of a byte; unless it is 0, no decode is started.
+        batch: the llama_batch to use, a ctypes structure whose memory must outlive this object.
     """
 
     def __init__(

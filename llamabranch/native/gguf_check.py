@@ -1,7 +1,7 @@
 """Refuse GGUF files on which llama.cpp would end the process, before it opens them.
 
 For most bad files llama.cpp returns NULL, but some end the process: while the model is loaded, while a
-context is created, or at the first decode. The test of this module lists the known cases, with
+context is created, or at the first decode. This module's test lists the cases known with
 llama-cpp-python 0.3.36. llama.cpp may still reject a file that passes, with an error of its own.
 """
 
@@ -31,9 +31,8 @@ _LFM2 = ("lfm2", "lfm2moe")
 def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
     """Return a file's header; raise ModelLoadError if it is not a model or would abort llama.cpp.
 
-    ``vocab_only`` skips the checks of sizes and tensors, which llama.cpp does not read in that case.
-    It raises no other error, whatever the file contains. A vocabulary of 150,000 tokens takes about 0.1
-    s.
+    ``vocab_only`` skips the checks of sizes and tensors, which llama.cpp then does not read. No other
+    error is raised, whatever the file contains. A vocabulary of 150,000 tokens takes about 0.1 s.
     """
     header = read_header(path, tensors=not vocab_only)
     if not vocab_only and not header.tensors:
@@ -50,8 +49,8 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> Header:
 def find_fatal(header: Header, *, vocab_only: bool = False) -> tuple[str, str] | None:
     """Return the name and the reason of the first fatal case of a header, or None.
 
-    A check may refuse more values than are known to be fatal. A comment there then says which values did
-    no harm.
+    Some checks refuse more values than are known to be fatal; a comment then says which values did no
+    harm.
     """
     checks = (_vocabulary, _layers, _experts, _heads, _kinds_of_layers)
     kinds = checks[:1] if vocab_only else checks
@@ -109,8 +108,8 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         known = ", ".join(_ROPE_SCALINGS)
         yield "rope_scaling", f"rope.scaling.type is {scaling!r}, not one of {known}"
-    # This was seen with head_count_kv, whose product wraps at 32 bits. For the other keys llama.cpp
-    # itself refuses such values.
+    # This happened with head_count_kv, whose product wraps at 32 bits. llama.cpp itself refuses such
+    # values of the other keys.
     for name in ("head_count", "head_count_kv", "key_length", "value_length"):
         if max(header.integers(f"attention.{name}"), default=0) > _MAX_HEADS:
             yield (
@@ -121,10 +120,12 @@ def _heads(header: Header) -> Iterator[tuple[str, str]]:
     if n_head <= 0:
         return
     d_key, d_value = header.head_sizes(n_head)
-    # Seen with bert and qwen2; llama.cpp refused llama, mistral3 and qwen3 for the shapes of tensors.
+    # Happened with bert and qwen2; with llama, mistral3 and qwen3, llama.cpp refused the tensors'
+    # shapes.
     if architecture in _EQUAL_HEADS and d_key != d_value:
         yield "unequal_heads", f"attention.key_length is {d_key}, but value_length is {d_value}"
-    # Seen with gemma3, lfm2, mistral3, qwen2 and qwen3. With 0 gemma3 and lfm2 never end the decode.
+    # Happened with gemma3, lfm2, mistral3, qwen2 and qwen3. With 0, gemma3 and lfm2 never end the
+    # decode.
     rotated = d_key
     kinds = ("", "_swa") if architecture in _ROTATING else ()  # a window has its own sizes
     for kind in kinds:
@@ -142,8 +143,8 @@ def rotation_fault(rotated: int, d_key: int) -> str:
 
 
 def _kinds_of_layers(header: Header) -> Iterator[tuple[str, str]]:
-    # LFM2 has two kinds of memory, and one of them would have no layers. This was seen in a model with
-    # attention layers only.
+    # LFM2 has two kinds of memory, and one of them would have no layers. This happened with a model
+    # that has only attention layers.
     kinds = {heads == 0 for heads in header.integers("attention.head_count_kv")}
     if header.architecture in _LFM2 and len(kinds) == 1:
         reason = "it has no convolution layers or no attention layers, and needs both"

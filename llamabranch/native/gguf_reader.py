@@ -32,7 +32,7 @@ _BLOCKS = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),  # Q2_K to Q6_K
 }  # fmt: skip
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-_ALIGNMENT = 32  # of weights in memory: TENSOR_ALIGNMENT, and the default of a file's
+_ALIGNMENT = 32  # of weights in memory (TENSOR_ALIGNMENT), and by default in a file
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 _CUT_OFF = "the file ends in the middle of its header"
 _DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
@@ -54,7 +54,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset after its last byte; for types of unknown size, after its first byte."""
+        """The offset after its last byte, or after its first if the size of its type is not known."""
         block, block_bytes = _BLOCKS.get(self.kind, (1, 0))
         return self.offset + math.prod(self.shape) // block * block_bytes
 
@@ -70,8 +70,8 @@ class Header:
         tokens: the vocabulary, as bytes.
         tensors: the list of the tensors of all parts; empty if it was not read.
         parts: the files of the model: one, or all parts in order.
-        is_mappable: whether each tensor lies at a multiple of 32 bytes in its file. llama.cpp can map no
-            other file into memory: it would end the process.
+        is_mappable: whether each tensor lies at a multiple of 32 bytes in its file. Mapping any other
+            file into memory would make llama.cpp end the process.
     """
 
     architecture: str
@@ -151,7 +151,7 @@ class _Reader:
         self.tokens: list[bytes] = []  # the array `tokenizer.ggml.tokens`
 
     def number(self, code: str) -> int:
-        """Read one little-endian integer of that struct code."""
+        """Read one little-endian integer with this struct code."""
         (value,) = struct.unpack_from("<" + code, self.data, self.at)
         self.at += struct.calcsize(code)
         return int(value)
@@ -178,7 +178,7 @@ class _Reader:
         return self._scalars(kind, count)
 
     def _scalars(self, kind: int, count: int) -> list[int] | list[float]:
-        """Read numbers. For a long array read only the first ones, which are enough for the checks."""
+        """Read numbers; of a long array only the first ones, which are enough for the checks."""
         if kind not in _SCALARS:
             _reject(f"its header has a value of unknown type {kind}")
         length = count * struct.calcsize(_SCALARS[kind])
@@ -205,10 +205,10 @@ class _Reader:
 
 
 def read_header(path: str | Path, *, tensors: bool = True) -> Header:
-    """Return the header of a model; for a split model it has the tensors of all parts.
+    """Return the header of a model; for a split model, with the tensors of all parts.
 
     llama.cpp's gguf-split writes the metadata into the first part only, and finds the others by their
-    names: ``tale-00001-of-00003.gguf`` and so on. If ``tensors`` is False, lists of tensors are not read.
+    names: ``tale-00001-of-00003.gguf`` and so on. ``tensors=False`` skips the lists of tensors.
 
     Raises:
         ModelLoadError: a file cannot be read, is not a GGUF file, or is truncated; a part is missing or
@@ -269,7 +269,7 @@ def _part_path(path: Path, stem: str, index: int, count: int) -> Path:
 
 
 def _later_part(path: Path, number: int, count: int) -> tuple[str, str]:
-    """Return the error message for a part other than the first, and a hint with the first one's name."""
+    """Return the error message for a part other than the first, and a hint that names the first."""
     named, hint = _PART.fullmatch(path.name), f", whose name ends in -00001-of-{count:05d}.gguf"
     if named is not None:
         first = _part_path(path, named["stem"], 0, count)

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ClosedError
 from .interrupts import call_in_thread
 
-_generation = 0  # how many times this process and its ancestors were forked since the import
+_generation = 0  # how many forks lie between the import and this process
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
@@ -37,8 +37,8 @@ def is_held(lock: threading.RLock) -> bool:
 def held_before(lock: threading.RLock, later: threading.RLock) -> Iterator[None]:
     """Hold ``lock`` in the ``with`` block, but never wait for it while holding ``later``.
 
-    Other threads acquire ``lock`` first and then ``later``. So a thread that holds ``later`` gives it
-    up while it waits.
+    Other threads acquire ``lock`` first and then ``later``. So if this thread holds ``later``, it
+    releases it while it waits.
     """
     if not is_held(later):
         lock.acquire()
@@ -58,7 +58,8 @@ def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
     for lock in _locks:
-        # The standard library does the same with its own locks. Locks of the forking thread stay locked.
+        # The standard library does the same with its own locks. Locks that the forking thread holds
+        # stay locked.
         if not is_held(lock):
             lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -83,12 +84,12 @@ def _release(
 class Handle:
     """One native pointer, freed exactly once: by ``close()``, garbage collection or at exit.
 
-    A handle keeps its parents alive; a parent has weak references to its children and closes them first.
-    In a child of fork() every handle counts as closed, because llama.cpp does not survive fork().
-    ``name`` is its name in messages.
+    A handle keeps its parents alive; a parent has weak references to its children and closes them
+    first. In a child of fork(), every handle counts as closed, because llama.cpp does not survive
+    fork(). ``name`` is what error messages call it.
     """
 
-    closes_first = False  # close before the siblings: another thread may be decoding with it
+    closes_first = False  # before its siblings, because another thread may be decoding with it
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class Handle:
     ) -> bool:
         """Initialise this handle with the pointer that ``create`` returns; return False if it is NULL.
 
-        ``run`` calls it in another thread. If that is interrupted, a pointer that was already created is
-        freed.
+        ``run`` may call it in another thread. If that is interrupted, a pointer that was already
+        created is freed.
         """
         ptr: Any = None
 

@@ -1,7 +1,7 @@
 """Heads that read a model's hidden states: EAGLE-3 files, and MTP layers in the model's own file.
 
-llama.cpp would abort on an extraction that the architecture does not support: it is refused here. The
-caller holds the lock of the context.
+llama.cpp would abort on an extraction that the architecture does not support, so it is refused here.
+The caller holds the context's lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rows = npt.NDArray[np.float32]
 def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
     """Set whether each decode extracts the inputs of these layers.
 
-    A layer equal to the number of layers means the state before the output norm.
+    The number of layers stands for the state before the output norm.
 
     Raises:
         UnsupportedError: no staging interface, or the architecture does not provide them.
@@ -52,11 +52,10 @@ def extract(handle: ContextHandle, layers: Sequence[int], on: bool) -> None:
 
 
 def extracted_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
-    """Return the first ``n`` rows of the last decode that ``extract`` provides for a layer.
+    """Return the first ``n`` rows that ``extract`` made the last decode provide for a layer.
 
-    float32 (n, n_embd), or (n, n_embd_out) if ``layer`` is the number of layers; a view, valid until the
-    next decode. They are in the order of the batch. For a head's states there are only rows of tokens
-    with logits.
+    A view, valid until the next decode: float32 (n, n_embd), or (n, n_embd_out) if ``layer`` is the
+    number of layers, in the order of the batch. A head's states have rows only for tokens with logits.
     """
     if layer < handle.n_layer:
         return _view(functions["get_layer"](handle.ptr, layer), n, handle.n_embd)
@@ -64,12 +63,12 @@ def extracted_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
 
 
 def extract_embeddings(handle: ContextHandle, on: bool) -> None:
-    """Set whether each decode extracts the states after the output norm; then all rows need logits."""
+    """Set whether decodes extract the states after the output norm; all rows then need logits."""
     C.llama_set_embeddings(handle.ptr, on)
 
 
 def embedding_rows(handle: ContextHandle, n: int) -> Rows:
-    """Return the last decode's ``n`` rows of states after the output norm, a copy."""
+    """Return a copy of the last decode's ``n`` rows of states after the output norm."""
     return np.array(_view(address_of(C.llama_get_embeddings(handle.ptr)), n, handle.n_embd_out))
 
 
@@ -83,11 +82,11 @@ def _view(address: int | None, n: int, width: int) -> Rows:
 def encode(handle: ContextHandle, features: Rows) -> tuple[int, Rows]:
     """Encode features with a head's encoder; return llama_encode's code and, if it is 0, the states.
 
-    It overwrites the logits of the context. ``features``: float32 (n, width), at most as many rows as
-    a decode has. The states are float32 (n, n_embd), a copy.
+    It overwrites the context's logits. ``features`` is float32 (n, width), with at most as many rows as
+    a decode can have. The states are a copy, float32 (n, n_embd).
     """
     n = len(features)
-    # Without positions llama.cpp continues those of sequence 0; the encoder does not read them.
+    # Without positions, llama.cpp continues sequence 0; the encoder does not read positions.
     outputs = np.ones(n, dtype=np.int8)
     batch = C.llama_batch()
     batch.n_tokens = n

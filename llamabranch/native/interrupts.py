@@ -1,4 +1,4 @@
-"""Ctrl-C during calls into llama.cpp, and held back while something is being changed.
+"""Ctrl-C: how it interrupts calls into llama.cpp, and how it is held back during changes.
 
 Python runs signal handlers in the main thread, between two of its instructions, and their exceptions are
 raised there. While that thread is inside llama.cpp this cannot happen, so long calls run in another
@@ -7,8 +7,8 @@ and drops it. llama.cpp calls its log and progress callbacks all the time while 
 would often be lost. In another thread, callbacks get no KeyboardInterrupt; the waiting main thread gets
 it.
 
-Inside ``with HeldInterrupts():`` the handler of SIGINT still runs at once, whoever set it, but its
-exception is raised at the end of the block. A long decode in ``ContextHandle.decode`` is stopped at once.
+Inside ``with HeldInterrupts():`` any SIGINT handler still runs at once, but its exception is raised at
+the end of the block. It stops a long decode in ``ContextHandle.decode`` at once.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing_extensions import ParamSpec
 
 T = TypeVar("T")
 _POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
-_PATIENCE_S = 1.0  # a Ctrl-C this long after the first is raised at once: the block takes too long
+_PATIENCE_S = 1.0  # a second Ctrl-C after this time is raised at once: the block takes too long
 
 
 class HeldInterrupts:
-    """A ``with`` block that holds exceptions of the handler of SIGINT back until its end.
+    """A ``with`` block that holds back exceptions of the SIGINT handler until its end.
 
     In threads other than the main one, and inside another such block, it does nothing.
 
     Attributes:
-        caught: the exception that is held, in the outermost block, or None.
+        caught: the exception that the outermost block holds back, or None.
         is_over: whether the block has ended.
     """
 
@@ -64,7 +64,7 @@ class HeldInterrupts:
         previous = self._previous
         if previous is None:
             return
-        if _active() is self:  # no other handler was set meanwhile
+        if _active() is self:  # no other handler was set in the block
             _signal.signal(signal.SIGINT, previous)
         self.is_over = True
         caught, self.caught = self.caught, None
@@ -91,7 +91,7 @@ P = ParamSpec("P")
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
-    """Let ``function`` hold interrupts: an exception of the handler comes before or after all of it."""
+    """Decorate ``function`` to hold interrupts, so that they come before or after it, never inside."""
 
     @wraps(function)
     def held(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -102,14 +102,14 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_interrupted() -> bool:
-    """Return whether a ``HeldInterrupts`` of this thread holds an exception."""
+    """Return whether this thread has a ``HeldInterrupts`` that holds back an exception."""
     block = _active() if in_main_thread() else None
     return block is not None and block.caught is not None
 
 
 def in_main_thread() -> bool:
     """Return whether this is the thread in which Python runs signal handlers."""
-    # While the interpreter ends, generators may still be closed, but `threading` is cleared already.
+    # At exit, generators may still be closed when `threading` has already been cleared.
     return not sys.is_finalizing() and threading.current_thread() is threading.main_thread()
 
 
@@ -130,13 +130,13 @@ def call_in_thread(
     """Run ``call`` in another thread and wait for it; return its result or raise its exception.
 
     If the waiting thread is interrupted, it calls ``stop``, waits until ``call`` has returned, and then
-    raises the exception. The caller frees whatever ``call`` created until then.
+    raises the exception. The caller must free what ``call`` had created by then.
 
     Args:
         call: the function to run.
-        messages: ``call`` puts messages here; each is passed to ``on_message``, in the waiting thread and
-            in order.
-        on_message: called with each message; an exception in it stops ``call`` like an interruption.
+        messages: ``call`` puts messages here; the waiting thread passes each to ``on_message``, in
+            order.
+        on_message: called with each message; an exception in it stops ``call`` as an interruption does.
         stop: asks ``call`` to return soon.
         is_to_stop: polled while waiting; True stops ``call`` too.
     """

@@ -22,13 +22,13 @@ from . import core
 from .handle import forkable_lock
 
 # ggml_log_level of ggml.h: none, debug, info, warn, error, continue. (llama-cpp-python's own table is
-# from an older ggml.h, in which the number of an error means debug.)
+# from an older ggml.h, where the number of errors meant debug.)
 _SEVERITY = {0: 4, 1: 0, 2: 1, 3: 2, 4: 3, 5: -1}
 _WARNING, _ERROR = 2, 3
 _THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none": 5}
 
-# While nothing is recorded or shown, the callback is C's own abs, applied to the level. A
-# KeyboardInterrupt in a Python callback would be lost, and llama.cpp logs when a decode was interrupted.
+# While nothing is recorded or shown, the callback is C's own abs, which gets the level. A Python
+# callback would lose a KeyboardInterrupt, and llama.cpp logs whenever a decode was interrupted.
 libc = ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
 _ignore = ctypes.cast(libc.abs, C.llama_log_callback)
 _threshold = _THRESHOLDS["none"]
@@ -80,7 +80,7 @@ def logged_reason() -> str:
 
 @contextmanager
 def recorded_log() -> Iterator[None]:
-    """Record llama.cpp's warnings and errors in this block for `logged_reason`; drop earlier ones."""
+    """Record llama.cpp's warnings and errors of this block for `logged_reason`, and drop earlier ones."""
     global _n_recording
     with _recent_lock:
         _recent.clear()
@@ -111,7 +111,7 @@ def engine_versions() -> dict[str, str]:
 def system_info() -> str:
     """Return llama.cpp's description of the instruction sets that this build uses.
 
-    It ends with which code measures and draws from logits, the compiled core or NumPy, and why.
+    The end says whether the compiled core or NumPy measures logits and draws, and why.
     """
     engine = (C.llama_print_system_info() or b"").decode("utf-8", "replace")
     return f"{engine.rstrip(' |')} | llamabranch core: {core.description}"
@@ -124,7 +124,7 @@ def uses_amx() -> bool:
 
 @cache
 def amx_works() -> bool:
-    """Return True if this build's AMX kernels do not crash: another process decodes two tokens."""
+    """Return True if this build's AMX kernels do not crash, by decoding two tokens in another process."""
     probe = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64).eval([1, 2])"  # repacks
     model = Path(__file__).parents[1] / "data" / "tale-draft-q8_0.gguf"
     if getattr(sys, "frozen", False) or not sys.executable:  # no Python to run it
@@ -141,12 +141,12 @@ _CPUS = "/sys/devices/system/cpu"
 
 
 def available_cores() -> int:
-    """Return how many physical cores this process may use; more threads wait for each other."""
+    """Return how many physical cores this process may use; more threads would wait for each other."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
-        try:  # the processors of one core have the same list
+        try:  # all processors of a core have the same list
             cores.add(Path(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list").read_text("ascii"))
         except OSError:
             cores.add(str(cpu))
@@ -165,6 +165,6 @@ def supports_gpu_offload() -> bool:
 
 set_log_level(os.environ.get("LLAMABRANCH_LOG") or "none")
 C.llama_backend_init()
-# At exit llama.cpp may still log while Python ends: a callback that calls no Python is
-# installed last, after the handles are freed (atexit runs in reverse order of registration).
+# llama.cpp may still log while Python exits. So the last thing to do, after the handles are freed, is
+# to install a callback that calls no Python (atexit runs in reverse order of registration).
 atexit.register(C.llama_log_set, _ignore, ctypes.c_void_p(0))

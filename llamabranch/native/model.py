@@ -58,7 +58,7 @@ class ModelHandle(Handle):
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
 
-        # This is called in the loading thread, but ``progress`` in the caller's thread.
+        # llama.cpp calls this in the loading thread; ``progress`` is called in the caller's thread.
         def on_progress(value: float, _user_data: object) -> bool:
             if progress is not None:
                 fractions.put(float(value))
@@ -109,8 +109,8 @@ class ModelHandle(Handle):
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
 
-        If the value is missing, or newer than this table, the result is llama.cpp's own name or guess,
-        or else the number.
+        If the value is missing or newer than our table, return llama.cpp's own name or guess, or else
+        the number.
         """
         known = FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:
@@ -148,7 +148,7 @@ class ModelHandle(Handle):
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
     def control_tokens(self, template: str = "") -> dict[str, tuple[int, bool, bool]]:
-        """Return the tokens that ``parse_special`` parses: text to (id, drops spaces before, and after).
+        """Return what ``parse_special`` parses: by text, (id, drops spaces before, drops spaces after).
 
         Some files mark control tokens as user-defined, which llama.cpp parses in any text. User-defined
         tokens that look like ``<|im_start|>`` count as control tokens, as in llama.cpp's converter, and
@@ -183,7 +183,7 @@ class ModelHandle(Handle):
         )
 
     def pieces(self) -> list[bytes]:
-        """Return all pieces; a control token's is marked for llguidance: 0xFF and its text."""
+        """Return all pieces; control tokens are marked as llguidance expects: 0xFF, then the text."""
         to_piece = address_of(C._lib.llama_token_to_piece)
         pieces = core.pieces(to_piece, self.vocab_address, self.n_vocab)
         if pieces is None:
@@ -226,8 +226,8 @@ class ModelHandle(Handle):
         """Return the text of ``tokens``.
 
         llama_detokenize drops spaces before punctuation in some byte-level vocabularies ("clean up
-        spaces"), so for those the pieces are joined. For others it is needed, because it drops the space
-        that the tokenizer puts before a text.
+        spaces"), so for those we join the pieces. Other vocabularies need it, because it drops the
+        space that the tokenizer puts before a text.
         """
         if self.vocab_type == "bpe":
             return b"".join(self.piece(token, special) for token in tokens)
@@ -294,7 +294,7 @@ def quantize(source: Path, path: Path, file_type: str) -> None:
 
 
 def _written(write: Callable[[Any, int], int], room: int) -> bytes:
-    """Return what ``write`` writes into a buffer of ``room`` bytes; if it returns -n, of n bytes."""
+    """Return what ``write`` writes into a buffer of ``room`` bytes, or of n bytes if it returns -n."""
     while True:
         buffer = ctypes.create_string_buffer(room)
         n = write(buffer, room)

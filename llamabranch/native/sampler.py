@@ -70,7 +70,7 @@ class CandidateBuffer:
     def __init__(self, n_vocab: int) -> None:
         data = np.zeros(n_vocab, dtype=_CANDIDATE)
         self._ids, self._logits = data["id"], data["logit"]
-        self.probs = data["p"]  # valid after a sampler has computed them
+        self.probs = data["p"]  # valid once a sampler has computed them
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._address = data.ctypes.data
         self._pointer = ctypes.cast(self._address, C.llama_token_data_p)
@@ -107,8 +107,8 @@ class CandidateBuffer:
 def softmax_agrees() -> bool:
     """Return True if llama.cpp's 32-bit softmax equals the compiled core's to the bit.
 
-    Both call ``expf`` of the C library. If they are linked to different C libraries, the core leaves
-    top-p to llama.cpp.
+    Both call the C library's ``expf``. If they are linked to different C libraries, top-p is left to
+    llama.cpp.
     """
     if not core.available:
         return False

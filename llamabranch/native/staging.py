@@ -1,8 +1,8 @@
-"""llama.cpp's staging interface: hidden states and MTP layers, for heads that read them.
+"""llama.cpp's staging interface: hidden states and MTP layers, for heads.
 
-It is exported under C++ names, is not in llama.h, and may change. The functions are looked up once, when
-this module is imported. If one is missing, ``available`` is False, ``reason`` names it, and nothing else
-is affected.
+It is exported under C++ names, is not in llama.h, and may change. The functions are looked up when this
+module is imported. If one is missing, ``available`` is False, ``reason`` names it, and everything else
+still works.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..errors import UnsupportedError
 
 KNOWN_RELEASE = "llama-cpp-python 0.3.36"
 
-# Architectures whose graph has the inputs of its layers, and those whose graph has the state before the
-# output norm. llama.cpp aborts, or returns zeros, if one asks for something that a graph does not have.
+# Architectures whose graph provides the inputs of its layers, and those whose graph provides the state
+# before the output norm. For anything else, llama.cpp aborts or returns zeros.
 LAYER_INPUTS = frozenset({
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2",
     "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "qwen3", "qwen35",
@@ -29,18 +29,18 @@ NEXTN_OUTPUT = frozenset({
     "qwen3next", "step35",
 })  # fmt: skip
 
-# Architectures whose MTP layers llama.cpp computes, and those with several such layers. For the others
+# Architectures whose MTP layers llama.cpp computes, and those that may have several. For the rest,
 # llama.cpp aborts on a second layer.
 MTP_LAYERS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
     "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
 })  # fmt: skip
-# The architecture whose layers attend to the K/V of another model, and the architecture of that model.
+# The architecture of heads that attend to another model's K/V, and the architecture of that model.
 SHARING_HEAD, SHARING_TARGET = "gemma4-assistant", "gemma4"
 MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
 
 _P, _I32, _U32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool
-# The names of the Itanium C++ ABI: GCC and Clang, on every system but Windows with MSVC.
+# Names in the Itanium C++ ABI, which GCC and Clang use: everywhere but on Windows with MSVC.
 STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "set_nextn": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, (_P, _BOOL, _BOOL)),
     "get_nextn": ("_Z26llama_get_embeddings_nextnP13llama_context", _P, (_P,)),
@@ -54,7 +54,7 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 
 
 def look_up() -> tuple[dict[str, Any], str]:
-    """Return the functions, and why some are missing; "" if all are there."""
+    """Return the functions, and the reason if some are missing, else ""."""
     by_name: dict[str, Any] = {}
     missing = []
     for name, (symbol, result, arguments) in STAGING.items():
@@ -92,7 +92,7 @@ def n_mtp_layers(model: Any) -> int:
 
 
 def target_layers(model: Any) -> tuple[int, ...]:
-    """Return the layers of its target that a head reads; () if it is not such a head."""
+    """Return which layers of its target a head reads; () if it reads none."""
     n = int(functions["n_target_layers"](model)) if available else 0
     address = functions["target_layers"](model) if n else None
     return tuple((ctypes.c_int32 * n).from_address(address)) if address else ()

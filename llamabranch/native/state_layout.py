@@ -1,9 +1,9 @@
-"""Checks the bytes of a ``llama_state_seq_get_data`` before llama.cpp reads them.
+"""Checks the bytes of a saved sequence state (``llama_state_seq_get_data``) before llama.cpp reads them.
 
 llama.cpp does not check the cell counts and positions of a state: a bad position stays in the cache, a
 second recurrent cell aborts the process, and a NaN in one sequence's values spreads to all sequences.
-The layout is learned from the state that the context itself writes for two tokens; a state to be
-restored must have the same layout.
+We learn the layout from the state that the context itself writes for two tokens. A state can be
+restored only if it has the same layout.
 
 The layout is: magic, sequence id, then one part for each cache. A part of cells has the stream count (1),
 n, then n times (position, 1, extension, sequence id), then the tensors. A recurrent part has n (1),
@@ -24,8 +24,8 @@ import numpy.typing as npt
 from ..errors import SnapshotError
 
 State = npt.NDArray[np.uint8]
-# A cache of a state: its kind, its head, the rows of its cells without owners, and for each tensor its
-# name and its bytes, (rows, cells, bytes).
+# One cache in a state: its kind, its header, the rows of its cells without owners, and the name and the
+# bytes of each tensor, (rows, cells, bytes).
 _Cache = tuple[str, State, State, "list[tuple[State, State]]"]
 
 _CELLS, _WINDOW, _RECURRENT = "cells", "window", "recurrent"
@@ -40,9 +40,9 @@ _EXTENSIONS = (0, 12, 8)  # extra bytes that some models store with each cell
 
 _MAX_TENSORS = 1 << 16
 
-# For each tensor type: bytes of a block, the number of floats at its start, their bytes, and the mask of
-# their exponent bits, which are all set in infinity and NaN. A quantized block has scales, then small
-# integers.
+# For each tensor type: the bytes of a block, how many floats it begins with, their size in bytes, and
+# the mask of their exponent bits, which are all 1 in infinity and NaN. A quantized block has scales,
+# then small integers.
 _FLOATS = {
     0: (4, 1, 4, 0x7F800000),
     1: (2, 1, 2, 0x7C00),
@@ -54,9 +54,9 @@ _FLOATS = {
     20: (18, 1, 2, 0x7C00),
     30: (2, 1, 2, 0x7F80),
 }
-# For types with a wide range, numbers of these powers of two or more are rejected, because they soon lead
-# to NaN. Cells are shared, so their limit is lower; it is still 16 times the largest number of an f16
-# cache.
+# In types with a wide range, numbers from these powers of two up are rejected, because they soon lead
+# to NaN. The limit for cells is lower because sequences share the cache, but still 16 times the largest
+# f16 number.
 _LIMITS = {_CELLS: 20, _WINDOW: 20, _RECURRENT: 40}
 _MANTISSA_BITS = {0: 23, 30: 7}
 
@@ -77,7 +77,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of a sequence's state; contexts with equal layouts can exchange states."""
+    """The layout of a sequence's state. Contexts with the same layout can exchange states."""
 
     magic: int
     extension: int
@@ -98,16 +98,18 @@ class StateLayout:
 
     @property
     def needs_cells(self) -> bool:
-        """True if every token takes a cell of a cache without a window."""
+        """True if every token takes a cell in a cache without a window."""
         return any(part.kind == _CELLS for part in self.parts)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent state of a sequence, which do not depend on its length."""
+        """Bytes of a sequence's recurrent state, whatever its length."""
         return sum(part.cell_bytes for part in self.parts if part.kind == _RECURRENT)
 
     def max_bytes(self, n_tokens: int) -> int:
-        """Return the size of a state of ``n_tokens`` tokens; with a sliding window it may be smaller."""
+        """Return the most bytes of a state of ``n_tokens`` tokens; with a sliding window it may be
+        smaller.
+        """
         total = 8
         for part in self.parts:
             n = 1 if part.kind == _RECURRENT else n_tokens
@@ -117,29 +119,29 @@ class StateLayout:
 
     @property
     def is_cells_only(self) -> bool:
-        """True if the state is the cells of one cache without a window, and nothing else."""
+        """True if the state has only the cells of one cache without a window."""
         return [part.kind for part in self.parts] == [_CELLS]
 
     @property
     def has_window(self) -> bool:
-        """True if it is the cells of two caches, one of them with a window, and nothing else."""
+        """True if the state has only the cells of two caches, one of them with a window."""
         return [part.kind for part in self.parts] == [_CELLS, _WINDOW]
 
     @property
     def partial(self) -> StateLayout:
-        """The layout of the part of a state that cannot be cut: states and cells of windows."""
+        """The layout of the part of a state that cannot be cut: recurrent states and window cells."""
         return replace(self, parts=tuple(part for part in self.parts if part.kind != _CELLS))
 
     def joined(self, pieces: Sequence[tuple[State, int, int]], rest: State | None = None) -> State:
-        """Return one state with the cells of several: those of positions [start, end) of each.
+        """Return one state made of several: from each, the cells at positions [start, end).
 
-        Each cell gets an owner: llama.cpp writes none for sequences with ids of n_seq_max or more,
-        but restores only cells that have one. Any owner will do.
+        Each cell gets an owner, and any owner will do. llama.cpp writes none for sequence ids from
+        n_seq_max up, but restores only cells that have one.
 
         Args:
             pieces: states of this layout, each with its start and end.
-            rest: a ``partial`` state, whose windows and recurrent states are taken; None = those of
-                the last piece.
+            rest: a ``partial`` state that provides the windows and recurrent states; None = take them
+                from the last piece.
         """
         last = pieces[-1][0]
         others = iter(()) if rest is None else self.partial._caches(rest)
@@ -165,13 +167,13 @@ class StateLayout:
             written += [_number(1), _number(len(rows)), owned.reshape(-1), head]
             for i, (name, _) in enumerate(tensors):
                 parts = [c[3][i][1][:, cut] for c, cut in zip(sources, chosen, strict=True)]
-                if len(parts[0]) > 1:  # rows of values, in which each cell has a number
+                if len(parts[0]) > 1:  # rows of values, with one number per cell
                     parts = [np.concatenate(parts, axis=1)]
                 written += [name, *(part.reshape(-1) for part in parts)]
         return np.concatenate(written)
 
     def _caches(self, state: State) -> Iterator[_Cache]:
-        """Yield what each cache of a state has, without a check; a recurrent one is all head."""
+        """Yield the caches of a state, unchecked; a recurrent one is all header."""
         at = _BEFORE_STREAMS
         for part in self.parts:
             if part.kind == _RECURRENT:
@@ -196,10 +198,11 @@ class StateLayout:
     def check(self, state: State, n_tokens: int, start: int = 0) -> None:
         """Raise an error unless ``state`` has this layout and the positions from start to n_tokens - 1.
 
-        It has each of them once. A cache of sliding-window layers has only the last positions.
+        It must have each of them once, except that a cache with a sliding window has only the last
+        positions.
 
         Raises:
-            SnapshotError: another layout; a missing, repeated or additional position; a number that is
+            SnapshotError: another layout; a missing, repeated or unexpected position; a number that is
                 not finite.
         """
         reader = _Reader(state, n_tokens, start)
@@ -211,7 +214,7 @@ class StateLayout:
 
 
 def _between(cells: State, start: int, end: int) -> slice | npt.NDArray[np.intp]:
-    """Return which cells have positions [start, end), if possible as a slice, which copies nothing."""
+    """Return which cells have positions [start, end), as a slice if possible, which avoids a copy."""
     positions = np.ascontiguousarray(cells[:, :4]).view(np.int32).reshape(-1)
     found = np.flatnonzero((positions >= start) & (positions < end))
     first, n = (int(found[0]), len(found)) if len(found) else (0, 0)
@@ -219,20 +222,20 @@ def _between(cells: State, start: int, end: int) -> slice | npt.NDArray[np.intp]
 
 
 _BEFORE_STREAMS = 8  # magic, sequence id
-_BEFORE_CELLS = 12  # and the number of streams
+_BEFORE_CELLS = 12  # magic, sequence id, number of streams
 
 
 def without_streams(state: State, seq_id: int, n_streams: int) -> State:
-    """Return a state of cells as a unified cache writes it, from one where each sequence has its own.
+    """Convert a state from a cache with separate sequences to the form of a unified cache.
 
-    In such a state the streams of all other sequences have a cell count of 0 and nothing after it.
+    In the former, the stream of each other sequence is just a cell count of 0.
     """
     low, high = _BEFORE_CELLS + 4 * seq_id, len(state) - 4 * (n_streams - 1 - seq_id)
     return np.concatenate((state[:_BEFORE_STREAMS], _number(1), state[low:high]))
 
 
 def with_streams(state: State, n_streams: int) -> State:
-    """Undo ``without_streams``. llama.cpp restores cells of any stream into the requested sequence."""
+    """Undo ``without_streams``. llama.cpp restores cells from any stream into the requested sequence."""
     head, cells = state[:_BEFORE_STREAMS], state[_BEFORE_CELLS:]
     none = np.zeros(4 * (n_streams - 1), dtype=np.uint8)
     return np.concatenate((head, _number(n_streams), cells, none))
@@ -301,7 +304,8 @@ class _Reader:
         n, position, n_sequences, transposed, n_layer = self._numbers("<IiIII")
         if (n, position, n_sequences, transposed) != (1, self._n_tokens - 1, 0, 0):
             raise SnapshotError(f"the recurrent state is not the one after {self._n_tokens} tokens")
-        # Layers without a recurrent state are omitted, and their number is not stored: read to the end.
+        # Layers without a recurrent state are omitted and their number is not stored, so read to the
+        # end.
         tensors: list[tuple[int, int]] = []
         while self._at < len(self._bytes) and len(tensors) <= _MAX_TENSORS:
             tensors += self._tensors(1, 1, False)

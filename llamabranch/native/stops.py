@@ -1,4 +1,4 @@
-"""Requests to stop a decode of a context: the running one, the next one, or those of one thread."""
+"""Requests to stop a context's decode: the running one, the next one, or only one thread's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .handle import forkable_lock
 
 
 class Stops:
-    """Sets the flag that llama.cpp reads while it decodes.
+    """Sets the flag that llama.cpp checks while it decodes.
 
     ``stop`` stops any decode. ``stop_thread`` stops only the decodes of one thread. A stop
     lasts until it has stopped one decode, or until it is withdrawn.
@@ -36,7 +36,7 @@ class Stops:
             self._update()
 
     def stop_thread(self, key: object, thread: int) -> None:
-        """Stop the decode that a thread is running, or else its next one."""
+        """Stop a thread's running decode, or else its next one."""
         with self._lock:
             self._threads[key] = thread
             self._update()
@@ -54,7 +54,7 @@ class Stops:
         return self._stops_any or get_ident() in list(self._threads.values())
 
     def begin(self) -> int:
-        """Note that this thread decodes now. Return the argument for ``end``."""
+        """Note that this thread starts a decode; return the argument for ``end``."""
         before, self._decoding = self._decoding, get_ident()
         if self._threads:
             with self._lock:
@@ -69,7 +69,7 @@ class Stops:
                 self._update()
 
     def note_stopped(self) -> None:
-        """Note that a decode of this thread was stopped: one of the stops has taken effect."""
+        """Note that this thread's decode was stopped, so that the stop which did it is used up."""
         thread = get_ident()
         with self._lock:
             key = next((k for k, other in self._threads.items() if other == thread), None)

@@ -1,4 +1,4 @@
-"""The form in which a template writes calls of functions, and how to write and read them."""
+"""How a template writes function calls: the form, and code that writes and reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _CUT = re.compile(r"[\d.eE+-]+|t(ru?)?|f(al?|als)?|n(ul?)?")  # the beginnings of scalars
-_BEGUN = re.compile(r"[\d.eE+-]+|\w{1,5}")  # a word or a number that may go on
+_BEGUN = re.compile(r"[\d.eE+-]+|\w{1,5}")  # a word or a number that may continue
 _BARE_KEY = re.compile(r"[^\s,:=(){}\[\]<>'\"]+")
 _NAME = re.compile(r"[\w.\-/:]+")
 _LITERALS = {
@@ -27,7 +27,7 @@ _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)", r
 
 
 class ToolCall(NamedTuple):
-    """A call of a function that a model wrote.
+    """A function call that a model wrote.
 
     Attributes:
         name: the name of the function.
@@ -45,7 +45,7 @@ class Mismatch(Exception):
 
 
 class Incomplete(Exception):
-    """The text ends too early; with more text it may have the expected form."""
+    """The text ends too early; with more text, it may get the expected form."""
 
 
 class Slot(Enum):
@@ -66,7 +66,7 @@ class Known:
     """The functions that may be called.
 
     Attributes:
-        schemas: the JSON schema of the arguments of each function, by name. None = any function.
+        schemas: by name, the JSON schema of each function's arguments. None = any function.
     """
 
     schemas: Mapping[str, object] | None = None
@@ -83,7 +83,7 @@ def properties_of(schema: object) -> Mapping[str, object]:
 
 
 def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
-    """Return True if a schema allows only strings, False if it allows no strings, else None."""
+    """Return True if a schema allows only strings, False if it allows none, and otherwise None."""
     if not isinstance(schema, Mapping) or depth == 0:
         return None
     if isinstance(schema.get("$ref"), str):
@@ -108,14 +108,15 @@ def is_text_schema(schema: object, root: object, depth: int = 8) -> bool | None:
 class Cursor:
     """A place in a text that may still grow.
 
-    White space need not match: if a literal has some, the text may have none, or other white space.
+    White space need not match: where a literal has some, the text may have none or different white
+        space.
 
     Args:
         text: the text.
         at: the position.
         last: whether the text is complete.
-        ruled_out: results of readers that had a shorter part of the text: for each value in tags, a
-            position before which it does not end. Pass the same dictionary to each reader.
+        ruled_out: what readers of a shorter part of the text found out: for each value in tags, a
+            position before which it does not end. Pass the same dictionary to every reader.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Cursor:
             self.space()
 
     def tries(self, literal: str, *, skip: bool = False) -> bool:
-        """Read a literal if the text has it here; with ``skip`` also after white space."""
+        """Read a literal if it comes next; with ``skip``, white space may come before it."""
         at = self.at
         if skip:
             self.space()
@@ -182,7 +183,7 @@ class Cursor:
         return text
 
     def before(self, literal: str) -> str:
-        """Read a short text up to the first word of a literal, or a name if the literal has none."""
+        """Read a short text up to the first word of a literal, or a name if the literal has no word."""
         core = literal.split()[0] if literal.strip() else ""
         if core:
             end = self.text.find(core, self.at)
@@ -246,12 +247,12 @@ class Values:
     """How values other than plain text are written: as JSON, Python, or with special quotes.
 
     Attributes:
-        quote: the text around strings; "" = as in JSON.
+        quote: what strings are quoted with; "" = as in JSON.
         item, pair: between items; between a key and its value.
         bare_keys: keys have no quotes.
-        words: for True, False and None.
-        tags: objects are written as nested tags, and items of a list have the key "item". These are the
-            texts before and after the key, and before and after the second key, which closes it.
+        words: how True, False and None are written.
+        tags: if objects are written as nested tags, the texts before and after the opening key, and
+            before and after the closing key. Items of a list have the key "item".
     """
 
     quote: str = ""
@@ -339,10 +340,10 @@ class Values:
         return value
 
     def read_all(self, text: str) -> object:
-        """Return the value that a whole text is, but for white space around it.
+        """Return the value of a text that contains nothing else but white space.
 
         Raises:
-            Mismatch: it is not a value, or more than one.
+            Mismatch: it is not one value.
         """
         cursor = Cursor(text.strip())
         value = self.read(cursor)
@@ -394,7 +395,7 @@ class Values:
         return cursor.before(":").strip()
 
     def read_tagged(self, text: str, schema: object = None) -> object:
-        """Return the value of a text of nested tags."""
+        """Return the value that a text writes as nested tags."""
         if not self.tags:
             raise Mismatch
         a, b, c, d = self.tags
@@ -430,7 +431,7 @@ def _quoted(quote: str) -> re.Pattern[str]:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """Return the character of an escape in a quoted text; an unknown escape is kept."""
+    """Return the character that an escape in quotes stands for; unknown escapes stay as they are."""
     code = match[1]
     if len(code) == 1:
         return _ESCAPES.get(code, code if code in "\"'\\/" else "\\" + code)
@@ -482,8 +483,8 @@ class Rest(NamedTuple):
 
     Attributes:
         literal: the end of the call.
-        then: if the literal is so short that values may contain it, one of these must follow it. The end
-            of the text may always follow.
+        then: if the literal is so short that values may contain it, one of these texts, or the end of
+            the text, must follow it.
     """
 
     literal: str
@@ -492,11 +493,11 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True)
 class ArgumentTags:
-    """The form of arguments whose names and values are in tags, or in quotes.
+    """How arguments are written if their names and values are in tags or in quotes.
 
     Attributes:
         text: the texts around a string; None = strings are written like other values.
-        others: the texts around values of other kinds ("number", "bool", "null", "object", "list").
+        others: the texts around other values, by kind ("number", "bool", "null", "object", "list").
         separator: between two arguments.
         values: how values other than plain text are written.
         start, end: around all arguments, if there are any.
@@ -511,7 +512,7 @@ class ArgumentTags:
 
     @cached_property
     def arounds(self) -> tuple[Around, ...]:
-        """All texts that may surround an argument, the longest between name and value first."""
+        """All texts that may surround an argument, those with the longest middle part first."""
         every = dict.fromkeys([*([self.text] if self.text else []), *self.others.values()])
         return tuple(sorted(every, key=lambda around: -len(around.between)))
 
@@ -534,13 +535,13 @@ class ArgumentTags:
 
     @property
     def is_quoted(self) -> bool:
-        """Whether values end by themselves, as in Python, and not at a tag."""
+        """Whether values end by themselves, as in Python, instead of at a tag."""
         return not any("".join(map(str, around.after)).strip() for around in self.others.values())
 
     def read(self, cursor: Cursor, schema: object, rest: Rest) -> dict[str, object]:
         """Return the arguments at a cursor, up to ``rest``, which is not read.
 
-        ``schema``: of the function's arguments.
+        ``schema`` is the schema of the function's arguments.
 
         Raises:
             Mismatch, Incomplete: the text has no arguments here, or more of it is needed.
@@ -613,12 +614,12 @@ class ArgumentTags:
                     raise cursor.need()
                 cursor.at = word.end()
                 return word[0]
-            # All of `between`, because it may contain quotes that mark a string.
+            # Skip all of `between`, because it may contain quotes that mark a string.
             key = cursor.before(between).strip()
             if not key or "\n" in key:
                 raise Mismatch
             if not around.before.strip() and not _BARE_KEY.fullmatch(key):
-                raise Mismatch  # one cannot tell where it begins
+                raise Mismatch  # it is not clear where it begins
             cursor.literal(between.rstrip())
         # White space at the end of a literal is read, but not white space of a value.
         tail = between[len(between.rstrip()) :]
@@ -705,18 +706,18 @@ class CallForm:
 
     Attributes:
         unit: the literals and slots of a call.
-        object_at, object_end: the parts that are a JSON object with name and arguments; 0 = there is no
-            such object.
+        object_at, object_end: which parts form a JSON object with name and arguments; 0 = none do.
         section_start, section_end: around all calls of a turn.
         separator: between two calls.
-        several: whether a turn may have several calls; None = unknown.
-        name_path, arguments_path, id_path: keys in the object; () = the key itself is the name.
-        tags: how arguments are written, if not as JSON.
+        several: whether a turn may have several calls; None = not known.
+        name_path, arguments_path, id_path: the keys that lead there in the object; () = the key itself
+            is the name.
+        tags: how arguments are written if they are not JSON.
         values: how JSON arguments are spaced.
         arguments_as_text: the arguments are a string that contains JSON.
         name_in_id: the id contains the name, between these two texts.
         index_from: the first number of a call.
-        other: another form of the same calls, which the model writes although the template does not.
+        other: another form of these calls, which the model writes even though the template does not.
     """
 
     unit: tuple[Part, ...]
@@ -831,7 +832,7 @@ class CallForm:
         return name, call_id, cursor.at
 
     def _rest(self, i: int) -> Rest:
-        """Return the text after the arguments, which are a part of a unit."""
+        """Return the text that follows the arguments of a call."""
         literal = self._literal_after(i)
         then = tuple(text.strip() for text in (self.separator, self.section_end) if text.strip())
         is_short = len(literal.strip()) < 3 and i + 2 == len(self.unit) and len(then) == 2
@@ -842,7 +843,7 @@ class CallForm:
         return following if isinstance(following, str) else ""
 
     def _tolerant(self, cursor: Cursor, literal: str) -> None:
-        """Read the end of a complete call; at the end of the text it may be missing."""
+        """Read the end of a complete call; at the end of the text, the rest of it may be missing."""
         at = cursor.at
         try:
             cursor.space()
@@ -934,7 +935,7 @@ class CallForm:
             cursor.at = start + len(name)
             probe = Cursor(cursor.text, cursor.at, last=cursor.last)
             if not after and _NAME.match(cursor.text, cursor.at):
-                continue  # the name is longer
+                continue  # this is the beginning of a longer name
             if not after or probe.tries(after) or probe.tries(after.lstrip(), skip=True):
                 return name
         if known.schemas is not None:
@@ -958,7 +959,7 @@ def _at(value: object, path: Sequence[str], default: object = None) -> object:
 
 
 def arguments_of(value: object, known: Known, name: str) -> object:
-    """Return a call's arguments, also from JSON in a string; if they are missing, {}.
+    """Return a call's arguments, which may be JSON in a string; {} if they are missing.
 
     Raises:
         Mismatch: they are missing, but the function has parameters.

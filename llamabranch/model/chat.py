@@ -11,12 +11,12 @@ from ..errors import ConfigError, UnsupportedError
 from .text import TokenIds
 
 Message = Mapping[str, object] | tuple[str, str]
-# Keys that a built-in template does not write, or that are not part of the text.
+# Keys that a message may have with a built-in template, which ignores all but role and content.
 _LEFT_OUT = {
     "role", "content", "name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
     "tool_call_id", "audio",
 }  # fmt: skip
-_MAY_BE_NULL = ("assistant", "tool", "function")  # their content, in histories that programs send
+_MAY_BE_NULL = ("assistant", "tool", "function")  # roles for which programs may send null content
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Prompt = str | TokenIds | Sequence[Message]  # the input of a generation
 
@@ -31,9 +31,9 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
 
 
 def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """Return messages as dictionaries with at least ``role`` and ``content``, checked.
+    """Check messages, and return them as dictionaries with at least ``role`` and ``content``.
 
-    A message is a mapping, or a pair of role and content. If a content is a list of parts of type
+    A message is a mapping, or a pair of role and content. If the content is a list of parts of type
     "text", as in OpenAI's API, the parts are joined.
 
     Raises:
@@ -56,7 +56,7 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
 def check_roles(messages: Iterable[Mapping[str, object]], template: str) -> None:
     """Raise ConfigError for a role that is neither a common one nor a word in the template's source.
 
-    A template omits a message with such a role, or writes a role that the model has never seen.
+    With such a role, a template omits the message, or writes a role that the model has never seen.
     """
     for index, message in enumerate(messages):
         role = str(message["role"])

@@ -1,14 +1,14 @@
 """The texts of control tokens: find them in rendered conversations, and make them harmless in messages.
 
-llama.cpp turns every text of a control token into that token, whoever wrote it. So a message that
-contains ``<|im_end|>`` could end its turn and begin another one, in a role of its choice. Therefore,
-before a template is rendered, one character of each such text in a message is replaced by a stand-in,
-which is a character that occurs nowhere else. This way we can tell the template's own text from texts
-that were passed to it, wherever it puts them.
+llama.cpp turns the text of a control token into that token, no matter who wrote it. So a message that
+contains ``<|im_end|>`` could end its turn and begin another one in any role. Therefore, before a
+template is rendered, we replace one character of each such text in a message by a stand-in, a character
+that occurs nowhere else. This tells the template's own text from the texts that were passed to it,
+wherever it puts them.
 
-The template sees the stand-in too. So if it would act on a control token's text in a message, for example
-cut off a reasoning part, it does not. A control token that a template builds around a value, as in
-``'<|' + role + '|>'``, counts as the template's own.
+The template sees the stand-in too. So it does not act on a control token's text in a message, for
+example to cut off a reasoning part. A control token that a template builds around a value, as in ``'<|'
++ role + '|>'``, counts as the template's own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ControlText:
     # -- the input of a template -------------------------------------------------------------------
 
     def guard(self, value: Given, cuts: Iterable[str]) -> tuple[Given, StandIns]:
-        """Return JSON types in which no text can become a control token, and the stand-ins in them.
+        """Return the value with no text that can become a control token, and the stand-ins in it.
 
         Args:
             value: an argument of the template.
@@ -96,12 +96,12 @@ class ControlText:
         return copy, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
-        """Return which characters to replace so that ``text`` is not a control token, nor part of one."""
+        """Return which characters to replace so that no control token contains a part of ``text``."""
         places = {match.start() for match in self._alike.finditer(text)}
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if start >= end:
             return places
-        # A beginning at its end, or an end at its beginning, may be completed by the text next to it.
+        # The text next to it may complete a token that begins at its end, or ends at its beginning.
         for i in range(max(start, end - self._longest), end):
             if text[i].lower() in self._first and _has_prefix(self._texts, text[i:end].lower()):
                 places.add(end - 1)
@@ -128,7 +128,7 @@ class ControlText:
         Args:
             text: the text with its stand-ins.
             stand_ins: their originals.
-            tokenize: turns a text into tokens; control tokens in it are parsed if the flag is set.
+            tokenize: turns a text into tokens; the flag says whether to parse control tokens in it.
         """
         restored = text.translate(stand_ins)
         own = list(self._exact.finditer(text))
@@ -136,7 +136,7 @@ class ControlText:
             return tokenize(restored, True)
         tokens: list[int] = []
         at, follows = 0, False
-        # Like llama.cpp: text between control tokens is tokenized by itself.
+        # As in llama.cpp, text between control tokens is tokenized by itself.
         for match in (*own, None):
             piece = text[at : match.start() if match else None]
             token, before, after = self._tokens[match.group()] if match else (-1, False, False)

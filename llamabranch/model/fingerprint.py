@@ -13,7 +13,7 @@ from ..files import atomic_write, digest, sha256
 
 
 def state_of(path: Path) -> dict[str, object]:
-    """Return the data of a file that change when it is written or replaced; {} if it is missing."""
+    """Return the file attributes that change when a file is written or replaced; {} if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -23,10 +23,10 @@ def state_of(path: Path) -> dict[str, object]:
 
 
 def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> str:
-    """Return the SHA-256 (hex) of a model's file; for several parts, that of their SHA-256s in order.
+    """Return the SHA-256 (hex) of a model's file; for several parts, of their SHA-256s in order.
 
     Args:
-        loaded: the ``state_of`` each file when it was loaded.
+        loaded: what ``state_of`` returned for each file when it was loaded.
 
     Raises:
         UsageError: a file is no longer the one that was loaded.
@@ -50,9 +50,10 @@ def fingerprint(paths: Sequence[Path], loaded: Sequence[dict[str, object]]) -> s
 def noted_fingerprint(
     paths: Sequence[Path], loaded: Sequence[dict[str, object]], folder: Path
 ) -> str:
-    """Return the ``fingerprint``, which is computed only if no note in ``folder`` has it.
+    """Return the ``fingerprint``, from a note in ``folder`` if there is one.
 
-    A note holds for files of the same size, time and place on the disk. It is written if it can be.
+    A note is valid for files with the same size, time and place on the disk. If there is none, one is
+    written, if possible.
     """
     state = digest([[str(path.resolve()) for path in paths], *loaded])
     note = folder / f"{state}.sha256"
@@ -69,7 +70,7 @@ def noted_fingerprint(
 def quick_key(path: Path) -> str:
     """Return the SHA-256 (hex) over a file's size, its first and its last MiB.
 
-    It was the fingerprint before 0.4. Two files that differ only in the middle have the same key.
+    This was the fingerprint before 0.4. Two files that differ only in the middle have the same key.
     """
     digest = hashlib.sha256()
     size = path.stat().st_size

@@ -20,7 +20,7 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Exa
 def function_tool(function: Callable[..., object]) -> dict[str, object]:
     """Return OpenAI's tool object of a function.
 
-    The parameters' annotations become the JSON schema. pydantic does that if it is installed, otherwise
+    The parameters' annotations become the JSON schema, by pydantic if it is installed, otherwise by
     msgspec. The docstring up to ``Args:`` is the description; the lines of ``Args:`` describe the
     parameters.
 
@@ -57,7 +57,7 @@ def function_tool(function: Callable[..., object]) -> dict[str, object]:
 
 
 def _own_docs(function: Callable[..., object], signature: inspect.Signature) -> str:
-    """Return the docstring that was written for a function or a class; "" if there is none."""
+    """Return a function's or class's own docstring; "" if it has none."""
     text = function.__doc__  # unlike `inspect.getdoc`, which looks into base classes too
     if not isinstance(text, str):
         return ""
@@ -92,7 +92,7 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
         from pydantic.json_schema import PydanticJsonSchemaWarning
     except ImportError:
         return None
-    definitions = {  # pydantic keeps names such as "_x" and "schema" for itself, so they are aliases
+    definitions = {  # pydantic reserves names such as "_x" and "schema", so they are aliases
         f"p{i}": (hint, Field(... if default is inspect.Parameter.empty else default, alias=key))
         for i, (key, (hint, default)) in enumerate(fields.items())
     }
@@ -111,7 +111,7 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
 
 @cache
 def type_schemas():  # type: ignore[no-untyped-def]
-    """Return pydantic's generator of JSON schemas, with the offsets that Python's types take.
+    """Return pydantic's JSON schema generator, changed to match the UTC offsets of Python's types.
 
     A ``datetime`` and a ``time`` may have an offset: "iso-date-time" and "iso-time". A ``NaiveDatetime``
     has none ("date-time-local"), an ``AwareDatetime`` has one ("date-time").

@@ -1,4 +1,4 @@
-"""Earlier messages in the form that a template expects: roles, calls of functions and their results."""
+"""Earlier messages in the form that a template expects: roles, function calls and their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 def written_history(
     messages: Sequence[dict[str, object]], turns: TurnFormat
 ) -> list[dict[str, object]]:
-    """Return messages with roles, calls and results of tools in the form that the template expects.
+    """Return messages with their roles, calls and tool results in the form that the template expects.
 
-    OpenAI's arguments, which are JSON texts, become objects; a text that is not a JSON object stays a
-    text, because a model may have written it so. Calls and results that the template cannot write become
-    text. Other messages do not change.
+    OpenAI's arguments, which are JSON texts, become objects. A text that is not a JSON object stays as
+    it is, because a model may have written it that way. Calls and results that the template cannot
+    write become text. Other messages do not change.
 
     Raises:
         ConfigError: a call has no name.
@@ -50,7 +50,7 @@ def written_history(
         follows_result = index > 0 and messages[index - 1]["role"] in ("tool", "function")
         is_apart = "tool" in roles and turns.asks_after_results
         if changed["role"] == "user" and follows_result and not is_apart:
-            before = written.pop()  # templates refuse two messages of the user in a row
+            before = written.pop()  # templates refuse two user messages in a row
             changed = {**before, "content": f"{before['content']}\n\n{changed['content']}"}
         if role == "assistant" and turns.thought_end and "reasoning_content" not in changed:
             changed = _with_thought(changed, turns)
@@ -59,7 +59,7 @@ def written_history(
 
 
 def _with_thought(message: dict[str, object], turns: TurnFormat) -> dict[str, object]:
-    """Return an answer whose thought is separate from its content."""
+    """Separate an answer's thought from its content."""
     start, end = turns.thought_start or "", turns.thought_end or ""
     content = str(message.get("content") or "").lstrip()
     thought, tag, rest = content.removeprefix(start).partition(end)

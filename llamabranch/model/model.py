@@ -1,4 +1,4 @@
-"""A loaded model: its properties, its vocabulary, and whether another model has the same one."""
+"""A loaded model: its properties, its vocabulary, and whether another model has the same vocabulary."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Model:
         path: the GGUF file; for a split model, its first part.
         n_gpu_layers: layers to offload to the GPU; -1 = all, if this build has a GPU backend.
         use_mmap: map the file into memory instead of reading it. A file whose tensors do not lie at
-            multiples of 32 bytes is read in any case.
+            multiples of 32 bytes is always read.
         use_mlock: lock the weights in memory, so that they are never swapped out.
         check_tensors: look for NaN and infinity in the weights (slower to load).
-        vocab_only: load the vocabulary without the weights; no context can be created for such a model.
+        vocab_only: load only the vocabulary, without weights; such a model cannot have a context.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
             Intel's AMX, whose kernels crash if GCC 12 compiled them.
-        load_mtp: load the MTP layers too, if the file has any; they draft for the model. They
-            are always loaded from a file that has nothing else.
+        load_mtp: also load the MTP layers, if the file has any; they draft for the model. If the file
+            has nothing else, they are always loaded.
         chat_template: a chat template that replaces the file's: its Jinja source, or the name of one
             of llama.cpp's own, such as "chatml". None = the file's.
         progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
@@ -56,17 +56,17 @@ class Model:
     Attributes:
         path, name: path of the file; its name without the suffix.
         files: the file, or all parts of a split model.
-        kv_numbers: how many numbers of K/V a token has at least; 0 if that is not known.
-        state_numbers: how many numbers the recurrent state of a sequence has; 0 if it is not known.
+        kv_numbers: the fewest numbers that a token's K/V can have; 0 if that is not known.
+        state_numbers: how many numbers a sequence's recurrent state has; 0 if that is not known.
         n_params, size_bytes: number of parameters; size of all tensors, bytes.
         n_ctx_train: context length the model was trained for, tokens.
         architecture: llama.cpp's name for it: "llama", "qwen2", "gemma3", "mamba", ...
         n_layer, n_embd: number of layers; width of the hidden state.
-        n_mtp_layers: number of MTP layers in the file, which draft from the model's hidden states.
-            They are used only if the model was loaded with ``load_mtp``.
+        n_mtp_layers: number of MTP layers in the file. They draft from the model's hidden states, if
+            the model was loaded with ``load_mtp``.
         shares_memory: whether the MTP layers attend to the K/V of their target instead of their own.
         target_layers: the layers of its target that an EAGLE-3 head reads; () for all other models.
-        n_swa: size of the sliding attention window in tokens, or 0 without a window.
+        n_swa: size of the sliding attention window in tokens; 0 = no window.
         on_gpu: whether layers may be on a GPU.
         n_vocab, vocab_type: size of the vocabulary; kind of tokenizer: "bpe", "spm", "wpm", ..., "none".
         has_text: whether the model can turn text into tokens and back.
@@ -212,7 +212,7 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the file; for a split model, that of the SHA-256s of its parts in order.
+        """SHA-256 (hex) of the file; for a split model, of its parts' SHA-256s in order.
 
         It is computed when it is first used, which takes about a second per GB.
 
@@ -222,11 +222,11 @@ class Model:
         return fingerprint(self.files, self._loaded)
 
     def remember_fingerprint(self, folder: Path) -> None:
-        """Take ``fingerprint`` from a note in ``folder``, or write one; the same errors."""
+        """Take ``fingerprint`` from a note in ``folder``, or write one; with its errors."""
         self.fingerprint = noted_fingerprint(self.files, self._loaded, folder)
 
     def is_of(self, saved: str) -> bool:
-        """Return whether a saved fingerprint is this model's, also one that was saved before 0.4.
+        """Return whether a saved fingerprint is this model's, even if it was saved before 0.4.
 
         Raises:
             UsageError: as ``fingerprint``.
@@ -283,11 +283,11 @@ class Model:
             prompt: text, token ids or messages.
             parse_special: turn control tokens written in a text, such as ``<|im_start|>``, into their
                 ids, as llama.cpp's programs do. Use False for text from people who must not write
-                control tokens. Those in the content of messages are never parsed.
+                control tokens. In the content of messages, control tokens are never parsed.
 
         Raises:
-            ConfigError: the prompt is neither text nor ids nor messages, or it is empty and the model has
-                neither token.
+            ConfigError: the prompt is not text, ids or messages, or it is empty and the model has
+                neither a BOS nor an EOS token.
             TokenizeError: as in ``tokenize``, or an id that is not in the vocabulary.
             UnsupportedError: as in ``apply_chat_template``.
         """
@@ -327,7 +327,7 @@ class Model:
 
         Args:
             text: any string.
-            add_special: add BOS (or EOS) if the model was trained with it.
+            add_special: add the BOS (or EOS) token if the model was trained with it.
             parse_special: turn control tokens written in the text, such as ``<|im_start|>``, into their
                 ids. False as in llama.cpp's own functions; for a prompt, ``prompt_tokens`` parses them.
 
@@ -338,7 +338,7 @@ class Model:
         if not isinstance(text, str):
             raise TokenizeError(f"text must be str, not {type(text).__name__}")
         if add_special and self.bos is None and self._handle.adds_bos:
-            add_special = False  # the model requests BOS but has none: llama.cpp would abort
+            add_special = False  # it asks for a BOS token but has none: llama.cpp would abort
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -352,7 +352,7 @@ class Model:
         return frozenset(self._handle.token_text(token) for token in range(self.n_vocab))
 
     def _check_spm_text(self, text: str) -> None:
-        # Without byte tokens llama.cpp throws on any character that is not a token.
+        # Without byte tokens, llama.cpp throws on any character that is not a token.
         if self.metadata.get("tokenizer.ggml.add_space_prefix") != "false":
             text = " " + text
         for character in set(text.replace(" ", "\u2581")):
@@ -389,7 +389,7 @@ class Model:
     def text_after(self, token: int, pending: bytes) -> tuple[str, bytes]:
         """Return the text that ``token`` completes after ``pending`` bytes, and the bytes still pending.
 
-        A character whose UTF-8 bytes are spread over several tokens is returned with the last of them.
+        If a character's UTF-8 bytes are spread over several tokens, it is returned with the last one.
         """
         if not pending:
             text = self._texts[token]
@@ -431,9 +431,9 @@ class Model:
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
 
-        ``head`` is an EAGLE-3 head or a model with MTP layers, which may be this model or a file of its
-        own. One cannot tell whether a head was trained for this very model. A head for another
-        model of the same shape works, but few of its drafts are accepted.
+        ``head`` is an EAGLE-3 head or a model with MTP layers: this model itself, or a separate file.
+        There is no way to tell whether a head was trained for this very model. A head for another model
+        of the same shape works, but few of its drafts are accepted.
         """
         if head.architecture == "eagle3":
             return pairs.why_no_eagle(head, self)
@@ -461,9 +461,9 @@ class Model:
         memory. If Jinja cannot run it, llama.cpp's built-in template of that model family is used, if
         there is one.
 
-        As a prompt this text has the tokens of ``chat_tokens``, unless a message contains the text of a
-        control token. In a text one cannot tell it from the template's own control tokens, so it is
-        parsed.
+        If you use this text as a prompt, it becomes the tokens of ``chat_tokens``, unless a message
+        contains the text of a control token. In a text, that looks like one of the template's own
+        control tokens, so it is parsed.
 
         Args:
             messages: mappings with ``role`` and ``content``, or pairs of both. Other keys, such as
@@ -490,10 +490,10 @@ class Model:
     ) -> list[int]:
         """Return the token ids of a conversation in the format of the model's template.
 
-        Only the template's own control tokens become control tokens. Their text in a message, a tool or a
-        variable stays text, so nobody can end a turn, or take a role, by writing it. The template sees
-        such a text with one character replaced, so it does not find a control token that it searches
-        for.
+        Only the template's own control tokens become control tokens. In a message, a tool or a
+        variable, their text stays text, so no one can end a turn or take a role by writing it. The
+        template sees that text with one character replaced, so it does not find a control token that it
+        searches for.
 
         Arguments and errors: see ``apply_chat_template``.
 
@@ -609,14 +609,14 @@ class Model:
 
 
 class TextDecoder:
-    """Turns tokens into text one by one, without ever splitting a UTF-8 character."""
+    """Turns tokens into text one by one, and never splits a UTF-8 character."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._pending = b""
 
     def feed(self, token: SupportsIndex) -> str:
-        """Return the text that ``token`` completes; may be empty."""
+        """Return the text that ``token`` completes, which may be empty."""
         token = self._model.token_id(token)
         text, self._pending = self._model.text_after(token, self._pending)
         return text
@@ -628,7 +628,7 @@ class TextDecoder:
 
 
 def token_piece(model: Model, token: int) -> str | list[int] | dict[str, str]:
-    """Return a token's text, its bytes if that fails, or ``{"c": name}`` of a control token."""
+    """Return a token's text, its bytes if they are not text, or ``{"c": name}`` for a control token."""
     piece = model.piece(token)
     if not piece:
         return {"c": model.detokenize([token], special=True) or f"[{token}]"}

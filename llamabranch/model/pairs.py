@@ -1,4 +1,4 @@
-"""Whether a model can draft for another one: vocabularies, and the requirements of heads."""
+"""Whether one model can draft for another: the vocabularies, and what heads require."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def head_kind(header: Header) -> str:
 
 
 def is_head_only(header: Header) -> bool:
-    """Return whether a file has MTP layers but no model that they could draft for."""
+    """Return whether a file has MTP layers, but not the model that they draft for."""
     if header.architecture == staging.SHARING_HEAD:
         return True
     names = {tensor.name for tensor in header.tensors}
@@ -96,7 +96,7 @@ def is_head_only(header: Header) -> bool:
 
 
 def _n_layers(header: Header, names: Container[str]) -> int:
-    """Return how many of the MTP layers that a file declares are really in it."""
+    """Return how many of the MTP layers that a file declares it really has."""
     n = header.integer("nextn_predict_layers")
     first = header.integer("block_count") - n
     return sum(f"blk.{first + i}.nextn.eh_proj.weight" in names for i in range(n))
@@ -130,7 +130,7 @@ def _why_no_layers(header: Header) -> str:
 def why_no_eagle(head: _Model, target: _Model) -> str:
     """Return why ``head``, an EAGLE-3 head, cannot draft for ``target``; "" if it can.
 
-    One cannot tell whether it was trained for this very target. A head for another model of the
+    There is no way to tell whether it was trained for this very target. A head for another model of the
     same shape works, but few of its drafts are accepted.
     """
     if not staging.available:
@@ -152,7 +152,7 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
 
 
 def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
-    """Return why llama.cpp would abort on the head's own tensors; "" if it would not."""
+    """Return why llama.cpp would abort on the head's own tensors; "" if they are fine."""
     if head.n_layer != 1:
         return f"it has {head.n_layer} layers, but llama.cpp supports heads of one layer"
     key, value = header.head_sizes(max(1, header.integer("attention.head_count", 1)))
@@ -204,7 +204,7 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
 def _sharing_fault(head: _Model, target: _Model) -> str:
     """Return why a head cannot attend to the K/V of the target's last two layers; "" if it can.
 
-    llama.cpp does not check these layers. It uses the last one for full attention, and the one before it
+    llama.cpp does not check these layers. It uses the last for full attention and the second to last
     for a window.
     """
     if target.architecture != staging.SHARING_TARGET:
@@ -235,7 +235,7 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
 
 
 def _of_layer(header: Header, key: str, layer: int) -> int:
-    """Return the value of a layer for a key that has one number, or one for each layer."""
+    """Return a layer's value for a key that has either one number or one per layer."""
     values = header.integers(key)
     return int(values[layer if 0 <= layer < len(values) else 0]) if values else 0
 

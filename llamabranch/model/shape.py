@@ -1,4 +1,4 @@
-"""JSON schemas in a few words, for the model that has to answer with such JSON."""
+"""Short descriptions of JSON schemas, for a model that has to answer with such JSON."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _Schema = Mapping[str, object]
 
 
 def asking(schema: object) -> str:
-    """Return the words that ask for an answer that follows a JSON schema."""
+    """Return the request for an answer that follows a JSON schema, in words."""
     return f"Give the answer as JSON of this form:\n{shape_of(schema)}"
 
 
 def shape_of(schema: object) -> str:
-    """Return names, types, formats, values and descriptions of a JSON schema, at most 4,000 characters.
+    """Describe a JSON schema: names, types, formats, values, descriptions; at most 4,000 characters.
 
-    Deep and recursive schemas are shortened: first descriptions go, then inner parts.
+    Long, deep and recursive schemas are shortened: descriptions are dropped first, then inner parts.
     """
     for depth, has_notes in ((8, True), (8, False), (3, False), (1, False)):
         try:
@@ -47,7 +47,7 @@ def shape_of(schema: object) -> str:
 
 
 def pointed(reference: object, document: object) -> object:
-    """Return the part that a reference within the document points to; None if it points nowhere."""
+    """Return the part that a reference in the document points to, or None."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     value = document
@@ -75,7 +75,7 @@ class _Writer:
         self._open: list[str] = []  # the references that are being written
 
     def written(self, schema: object, level: int) -> str:
-        """Return a schema as text; its lines after the first are indented for ``level``."""
+        """Return a schema as text, with all lines but the first indented for ``level``."""
         self._n_left -= 1
         if self._n_left < 0:
             raise _TooLong

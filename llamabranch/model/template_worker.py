@@ -1,4 +1,4 @@
-"""Renders chat templates. It runs in a process of its own and imports nothing of this package.
+"""Renders chat templates. It runs in its own process and imports nothing from this package.
 
 It reads requests and writes replies, one JSON object per line, until its input ends. Templates run in
 Jinja's immutable sandbox, with the names that Hugging Face's templates use and nothing else. The sandbox
@@ -35,7 +35,7 @@ def _compiled(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}``, which marks the assistant's text for training: rendered as it is."""
+        """``{% generation %}``, which marks the assistant's text for training: its content is rendered."""
 
         tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
@@ -83,7 +83,7 @@ def _to_json(
 
 
 def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
-    """Return the ``text``, or why not: ``missing``, ``invalid``, ``refused``, ``failed``."""
+    """Return the ``text``, or why there is none: ``missing``, ``invalid``, ``refused``, ``failed``."""
     try:
         from jinja2 import TemplateError
     except ImportError as error:
@@ -134,8 +134,8 @@ def _variables(source: str) -> list[str]:
 def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
     """Limit the memory of this process; return a function that limits the processor time of a request.
 
-    On a system without such limits nothing is limited. The limit on time matters only if the parent
-    process has ended; otherwise the parent has a stricter one.
+    Systems without such limits have none. The time limit matters only if the parent process has ended;
+    until then, the parent's own limit is stricter.
     """
     try:
         import resource
@@ -152,7 +152,7 @@ def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
 
 
 def main(lines: Iterable[str], memory_bytes: int, cpu_s: int) -> None:
-    """Answer each line of requests on standard output."""
+    """Answer each request line on standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     limit_time = _limits(memory_bytes, cpu_s)
     for line in lines:

@@ -1,10 +1,10 @@
-"""Chat templates: rendered in a process of their own, with limits on time and memory.
+"""Chat templates: rendered in a separate process, with limits on time and memory.
 
-A template is a Jinja program from the GGUF, which anybody may have written. A single expression can run
-for ever or fill the memory, inside one Python operator, where no thread can stop it. So a worker process
-(`template_worker`) renders the templates of all models. It starts with the first template and stops with
-this process. If a template exceeds a limit, the worker is ended, and the next template starts another
-one.
+A template is a Jinja program from the GGUF, which anyone may have written. A single expression can run
+forever or fill the memory inside one Python operator, where no thread can stop it. So a worker process
+(`template_worker`) renders the templates of all models. It starts with the first template and stops
+with this process. If a template exceeds a limit, the worker is killed, and the next template starts a
+new one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChatTemplate:
         self._limit_s = limit_s
 
     def with_variables(self, variables: Mapping[str, str]) -> ChatTemplate:
-        """Return the same template with other variables set beforehand."""
+        """Return the same template with other preset variables."""
         special = {**self._special, **variables}
         return ChatTemplate(self._source, special, limit_s=self._limit_s)
 
@@ -66,7 +66,7 @@ class ChatTemplate:
 
     @cached_property
     def strings(self) -> frozenset[str]:
-        """The string literals in its source, at which it can cut or join texts."""
+        """The string literals in its source, where it may cut or join texts."""
         strings = set()
         for literal in _STRING.findall(self._source):
             try:
@@ -115,8 +115,7 @@ class ChatTemplate:
         """Return the names of the template's variables, and a reply for each set of variables.
 
         A reply has the ``text``, or the reason why it is missing: ``refused``, ``failed``, ``invalid`` or
-        ``missing``. All are rendered in one exchange with the worker; the limit on time is for all
-        together.
+        ``missing``. All are rendered in one exchange with the worker, under one time limit.
 
         Raises:
             UnsupportedError: the template took too much time or memory.
@@ -136,7 +135,7 @@ class ChatTemplate:
 
 
 def _plain(value: object) -> object:
-    """Return a mapping or sequence of another type as a JSON type."""
+    """Convert any mapping or sequence to a JSON type."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
@@ -173,7 +172,7 @@ class _Worker:
 
     @property
     def is_running(self) -> bool:
-        """False if it has ended, and in a child by fork(), because it belongs to the parent."""
+        """False if it has ended, and in a child of fork(), because it belongs to the parent."""
         return self.pid == os.getpid() and self._stop.alive and self._process.poll() is None
 
     def ask(self, request: bytes, limit_s: float) -> dict[str, object] | None:
@@ -199,7 +198,7 @@ class _Worker:
         try:
             line = call_in_thread(exchange, stop=process.kill, is_to_stop=is_to_stop)
         finally:
-            # Also after Ctrl-C or a time-out: its late reply must not answer the next request.
+            # Stop it after Ctrl-C or a timeout too: its late reply must not answer the next request.
             if not line.endswith(b"\n") or monotonic() > end:
                 self._stop()
         reply: dict[str, object] | None = json.loads(line) if line.endswith(b"\n") else None
@@ -213,13 +212,13 @@ def _stop(process: subprocess.Popen[bytes], pid: int) -> None:
         process.returncode = 0
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # data that could not be written any more
+            with suppress(OSError):  # it still had data to write
                 pipe.close()
     process.wait()
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the memory of a process on systems that do not limit it, such as macOS; else 0."""
+    """Return a process's memory on systems that cannot limit it, such as macOS; elsewhere 0."""
     if platform.system() in ("Linux", "Windows"):
         return 0
     done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)

@@ -23,8 +23,7 @@ def token_list(tokens: TokenIds) -> list[int]:
     """Return token ids as a list of plain integers; ``check_tokens`` rejects items that are not integers.
 
     Raises:
-        TokenizeError: ``tokens`` is text or bytes, an array of other items than integers, or not
-            iterable.
+        TokenizeError: ``tokens`` is text, bytes, an array of anything but integers, or not iterable.
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
@@ -44,7 +43,7 @@ def token_list(tokens: TokenIds) -> list[int]:
 
 
 def decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Return the text of ``data``, and the bytes of an incomplete character at its end."""
+    """Return the text of ``data``, and the bytes of an incomplete character at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
 
@@ -54,7 +53,7 @@ def n_common(left: Sequence[object], right: Sequence[object]) -> int:
     n = min(len(left), len(right))
     if left[:n] == right[:n]:
         return n
-    low, high = 0, n  # they agree up to low, and differ before high
+    low, high = 0, n  # equal up to low, different before high
     while high - low > 1:
         middle = (low + high) // 2
         if left[low:middle] == right[low:middle]:
@@ -71,7 +70,7 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return one stop string, or several, as a tuple.
 
     Raises:
-        ConfigError: ``stop`` is neither, or a stop string is empty.
+        ConfigError: ``stop`` is neither of these, or a stop string is empty.
     """
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence):
@@ -82,7 +81,7 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class StopStrings:
-    """Searches a stream of text for stop strings; holds back text that may be the start of one.
+    """Searches a stream of text for stop strings, and holds back text that may begin one.
 
     Raises:
         ConfigError: a stop string is empty, or is not a string.
@@ -98,7 +97,7 @@ class StopStrings:
         if not self._stops or self.found is not None:
             return text if self.found is None else ""
         self.held += text
-        # The first complete stop string counts, so that it does not matter how the text was split.
+        # The stop string that is complete first counts, however the text was split.
         places = [
             (at + len(stop), at, stop) for stop in self._stops if (at := self.held.find(stop)) >= 0
         ]
@@ -112,7 +111,7 @@ class StopStrings:
         return emitted
 
     def show(self, text: str, *, last: bool) -> str:
-        """Return the text to emit for the next piece; after the ``last`` piece nothing is held back."""
+        """Return the text to emit for the next piece; nothing is held back after the ``last`` one."""
         emitted = self.feed(text)
         return emitted + self.flush() if last else emitted
 
@@ -124,6 +123,6 @@ class StopStrings:
         return 0
 
     def flush(self) -> str:
-        """Return the held text: the stream has ended without a stop string."""
+        """Return the held text, at the end of a stream without a stop string."""
         held, self.held = self.held, ""
         return held

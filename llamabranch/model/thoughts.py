@@ -1,4 +1,4 @@
-"""Thoughts before an answer: whether a prompt begins one, where it ends, and how to end it early."""
+"""Thoughts before an answer: whether a prompt begins one, where it ends, and how to cut it short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ThinkingChoice = bool | int | None
 
-PROMPT_END = 128  # tokens at the end of a prompt that show whether it ends inside a thought
+PROMPT_END = 128  # last tokens of a prompt, which show whether it ends inside a thought
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Thinking:
     Attributes:
         start: the tag that begins a thought; "" = thoughts begin without a tag.
         end: the tag that ends it.
-        is_open: the prompt ends inside the thought; False = a thought may follow, or the answer.
-        budget: the most tokens of the thought; None = only the limit of the text.
-        ending: text that is written before the tag when the budget ends a thought.
-        close: the tag that is then written, with its white space.
+        is_open: the prompt ends inside the thought. False = either a thought or the answer may follow.
+        budget: the most tokens of the thought; None = limited only by the text's ``max_tokens``.
+        ending: text that is written before the tag if the budget ends the thought.
+        close: the tag that is then written, with the white space around it.
         tail: the text between the tag and the answer if the model ends the thought itself: white space,
             and in some templates a header.
-        head: the beginning of the answer if there is no thought.
-        is_shared: all texts of the request continue one thought.
+        head: how the answer begins if there is no thought.
+        is_shared: all texts of the request continue the same thought.
         insists: if the model ends its turn inside the thought, the thought is closed and the model
             answers. False if functions may be called, because the thought may end with a call.
     """
@@ -72,7 +72,7 @@ def thinking_variables(form: TurnFormat, thinking: ThinkingChoice) -> dict[str, 
 
 
 def closing(model: Model) -> list[int]:
-    """Return the tokens that end a thought early; last words may come before them."""
+    """Return the tokens that end a thought early, including any last words."""
     _, thinking = plan_thinking(model, [], True)
     return [] if thinking is None else _tokens(model, thinking.close)
 
@@ -92,12 +92,12 @@ def plan_thinking(
     Args:
         model: the model whose template wrote the prompt.
         prompt: its token ids, as the template wrote them for this choice.
-        thinking: None = as the template does; True = begin a thought; False = no thought; a number = the
-            most tokens of the thought.
+        thinking: None = what the template does; True = begin a thought; False = no thought; a number =
+            a thought of at most so many tokens.
         begun: the beginning of the answer, if the prompt has one.
-        ending: last words for a thought that has used up its tokens.
-        shares: all texts continue one thought.
-        has_calls: functions may be called, so the model writes a header before the answer itself.
+        ending: last words of a thought that has used up its tokens.
+        shares: all texts of the request continue the same thought.
+        has_calls: functions may be called, so the model itself writes the header of the answer.
 
     Raises:
         ConfigError: a bad value. UnsupportedError: ``thinking`` asks for a thought, but the template
@@ -160,7 +160,7 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def answer_in(model: Model, text: str) -> str:
-    """Return the text after the thought; all of the text if no thought ends in it."""
+    """Return the text after the thought, or all of it if no thought ends in it."""
     if model.chat_template is None or (end := model.turn_format.thought_end) is None:
         return text
     thought, tag, answer = text.partition(end)

@@ -34,7 +34,7 @@ class Tools:
     Args:
         given: OpenAI's ``tools``, or Python functions with annotated parameters.
         choice: OpenAI's ``tool_choice``, or the name of a function; None and "auto" = the model decides.
-        turns: the form in which the model writes calls; None = bare JSON.
+        turns: how the model writes calls; None = bare JSON.
         parallel: OpenAI's ``parallel_tool_calls``: whether a turn may have several calls.
 
     Raises:
@@ -43,12 +43,12 @@ class Tools:
     Attributes:
         given: OpenAI's tool objects.
         names: the names of all functions.
-        schemas: the JSON schema of the arguments of each function, by name.
+        schemas: by name, the JSON schema of each function's arguments.
         strict: the functions with ``strict: true``, whose schemas must be supported.
-        unchecked: by name, why a function's arguments may be any JSON object.
-        forced: one of these functions must be called; empty if no call is required.
+        unchecked: by name of the function, why its arguments may be any JSON object.
+        forced: the functions of which one must be called; empty if no call is required.
         is_named: whether the choice names one function.
-        is_used: whether the model gets their descriptions.
+        is_used: whether the model is told about them.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Tools:
 
 
 def _parameters(parameters: object) -> object:
-    """Return the schema of a function's arguments; without properties it has no arguments."""
+    """Return the schema of a function's arguments; if it has no properties, there are no arguments."""
     schema = parameters or {"type": "object"}
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return schema
@@ -131,7 +131,7 @@ def openai_call(call: ToolCall) -> dict[str, object]:
 
 
 def openai_deltas(events: Sequence[TurnEvent]) -> list[dict[str, object]]:
-    """Return the deltas of an OpenAI stream: of thoughts, content and calls, in order."""
+    """Return the deltas of an OpenAI stream for thoughts, content and calls, in order."""
     deltas: list[dict[str, object]] = []
     for event in events:
         if event.kind == "thought":
@@ -205,15 +205,14 @@ def conversation(
     Args:
         model, messages, tools, variables: the model, the conversation, and other variables of the
             template.
-        continues: whether a last message of the assistant is the beginning of the answer; None = yes,
+        continues: whether an assistant message at the end is the beginning of the answer; None = yes,
             unless ``generates`` is False.
         generates: whether an answer begins after the messages; None = yes.
         schema: the JSON schema of the answer, as text. It is described at the end of the user's last
-            message, so that all before it keeps its tokens, with and without a schema.
+            message, so that everything before has the same tokens with and without a schema.
 
     Raises:
-        ConfigError: invalid messages or variables, two answers at the end, or options that exclude
-            each other.
+        ConfigError: invalid messages or variables, two answers at the end, or conflicting options.
         UnsupportedError: there is no template.
     """
     if generates and continues:
@@ -241,7 +240,7 @@ def conversation(
 def _described(
     messages: list[dict[str, object]], tools: Sequence[Mapping[str, object]], turns: TurnFormat
 ) -> list[dict[str, object]]:
-    """Return messages that describe the tools, for a template that does not."""
+    """Add a description of the tools to the messages, for a template that does not write one."""
     text = _PROMPT.format(tools=json.dumps(tools, ensure_ascii=False))
     role = "system" if "system" in turns.roles else "user"
     for index, message in enumerate(messages[:1] if role == "system" else messages):

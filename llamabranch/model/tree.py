@@ -1,4 +1,4 @@
-"""A tree of texts: what continues what, for branches, turns of a chat, nodes of the page and beams."""
+"""A tree of texts that continue each other: branches, turns of a chat, nodes of the page, beams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _serials = itertools.count()  # to sort children by age
 class TextNode:
     """A text in a tree; a dataclass with a field ``parent`` can be one too.
 
-    A text keeps its parent alive, and not its children: a text that nobody holds leaves the tree.
+    A text keeps its parent alive, but not its children: a text without references leaves the tree.
 
     Attributes:
         parent: the text that this one continues; None for a root.
@@ -32,12 +32,12 @@ class TextNode:
 
     def __post_init__(self) -> None:
         self._serial = next(_serials)
-        # By their numbers. Most texts have none.
+        # By serial number. Most texts have no children.
         self._children: weakref.WeakValueDictionary[int, Self] | None = None
         TextNode.hang(self, self.parent)
 
     def hang(self, parent: Self | None) -> None:
-        """Move this text, with all that continue it, below another one; None makes it a root."""
+        """Move this text, with all texts below it, under another one; None makes it a root."""
         if self.parent is not None and self.parent._children is not None:
             self.parent._children.pop(self._serial, None)
         self.parent = parent
@@ -48,13 +48,13 @@ class TextNode:
 
     @property
     def children(self) -> list[Self]:
-        """The texts that continue this one, oldest first."""
+        """The texts that directly continue this one, oldest first."""
         refs = [] if self._children is None else self._children.valuerefs()
         children = [child for ref in refs if (child := ref()) is not None]
         return sorted(children, key=lambda child: child._serial)
 
     def subtree(self) -> list[Self]:
-        """Return this text and all that continue it: each text before those that continue it."""
+        """Return this text and all below it, each text before its children."""
         nodes: list[Self] = []
         waiting = [self]
         while waiting:
@@ -71,5 +71,5 @@ class TextNode:
 
     @property
     def path(self) -> list[Self]:
-        """The texts from the root to this one."""
+        """The texts from the root to this one, in order."""
         return [*self.ancestors()][::-1]

@@ -1,8 +1,8 @@
-"""Find the form of a template's turns by rendering answers that differ in one thing and comparing them.
+"""Find the form of a template's turns by comparing rendered answers that differ in one thing.
 
-No template is known by name. An answer is rendered with and without a thought, with one call, two calls,
-and other arguments. The form is the text around the texts that were put in. All renderings take two or
-three exchanges with the process that runs templates.
+Templates are not recognised by name. We render an answer with and without a thought, with one call,
+with two calls, and with other arguments. The form is the text around what we put in. All renderings
+take two or three exchanges with the process that runs templates.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class TurnParts:
         thought_start, thought_end: the tags of a thought, without white space around them; None = the
             template has no thoughts.
         starts_in_thought: the generation prompt ends inside a thought.
-        thinking: the variables that switch thoughts on or off, such as ``enable_thinking``.
+        thinking: the template's variables that switch thoughts on or off, such as ``enable_thinking``.
         thought_off: the end of the generation prompt when thoughts are switched off.
-        thought_open, thought_close: the texts around a thought with their white space.
-        content_start, content_end: around the content of an answer.
+        thought_open, thought_close: the texts around a thought, including white space.
+        content_start, content_end: the texts around the content of an answer.
         turn_end: the text after an answer.
         header: the beginning of a turn, before thought, content or calls.
-        prompt_end: the end of a prompt, if it is not the header.
+        prompt_end: the end of a prompt, if that is not the header.
         lead: the end of the header that is also the beginning of a call.
-        calls: the form of calls; None = the template writes no calls that can be read.
+        calls: the form of calls; None = the template writes none, or none that we can read.
         takes_tools: the template writes tools into the prompt.
         arguments_as_text: it needs the arguments of earlier calls as OpenAI's JSON string.
-        takes_thoughts: it writes the thoughts of earlier answers or leaves them out, so they are passed
-            separately from the content.
-        short_ids: it refuses ids of calls that are not nine letters and digits.
+        takes_thoughts: it handles the thoughts of earlier answers (it writes them or leaves them out),
+            so they are passed separately from the content.
+        short_ids: it refuses call ids that are not nine letters and digits.
         roles: the roles among "system", "developer" and "tool" that it writes.
-        asks_after_results: it takes a message of the user after the result of a function.
-        reason: why thoughts or calls were not found; "" if they were.
+        asks_after_results: it accepts a user message right after the result of a function.
+        reason: why thoughts or calls were not found; "" if both were.
     """
 
     thought_start: str | None = None
@@ -144,7 +144,7 @@ def _answers(as_text: bool, tools: Mapping[str, object]) -> dict[str, Mapping[st
 
 
 class _Renderings:
-    """The renderings of a template, by purpose."""
+    """A template's renderings, by purpose."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -173,7 +173,7 @@ class _Renderings:
 
 
 def find_parts(template: ChatTemplate) -> TurnParts:
-    """Return the form of a template's turns, as far as it can be found.
+    """Return the form of a template's turns, as far as we can find it.
 
     Raises:
         UnsupportedError: the template is not valid Jinja, or took too much time or memory.
@@ -199,7 +199,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
         lacks = re.search(r"'(\w+)' is undefined", next(iter(seen.faults.values()), ""))
         if seen.texts or lacks is None:
             break
-        # It needs a variable that other templates do not have.
+        # It needs a variable that no other template has.
         template = template.with_variables({lacks[1]: ""})
     if not seen.texts:
         raise UnsupportedError(f"the template renders nothing: {seen.faults['prompt']}")
@@ -225,7 +225,7 @@ def find_parts(template: ChatTemplate) -> TurnParts:
 def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
     """Return whether arguments must be passed as text; the answers are then rendered that way.
 
-    They must if objects fail, or are not written as JSON.
+    This is so if objects fail, or are not written as JSON.
     """
 
     def is_called(text: str | None) -> bool:
@@ -245,7 +245,7 @@ def _needs_text(seen: _Renderings, tools: Mapping[str, object]) -> bool:
 
 
 def _closers(template: ChatTemplate) -> list[str]:
-    """Return the texts in a template that could close a thought inside the content."""
+    """Return the texts in a template's source that could close a thought inside the content."""
     fits = {s.strip() for s in template.strings if 2 < len(s.strip()) < 40 and "/" in s}
     return sorted(s for s in fits if s[0] in _TAG_STARTS and s[-1] in _TAG_ENDS)[:24]
 
@@ -254,7 +254,7 @@ class _Finder:
     def __init__(self, seen: _Renderings, switches: tuple[str, ...], *, as_text: bool) -> None:
         self._seen, self._switches, self._as_text = seen, switches, as_text
         self._reasons: list[str] = []
-        self._prompt_end = ""  # if a prompt does not end with the header
+        self._prompt_end = ""  # set if a prompt does not end with the header
 
     def found(self) -> TurnParts:
         seen = self._seen
@@ -279,7 +279,7 @@ class _Finder:
         )
 
     def _takes_thoughts(self, parts: TurnParts) -> bool:
-        """Return whether the template moves, or leaves out, a thought in an answer's content."""
+        """Return whether the template moves or drops a thought in an answer's content."""
         names, end = {"reasoning_content", "thinking", "reasoning"}, parts.thought_end
         return end is not None and (
             any(end in text or text in names for text in self._seen.template.strings)
@@ -293,7 +293,7 @@ class _Finder:
         keys = ["prompt", "answer", "thoughtful", "prompt True", "prompt False"]
         keys += ["one", "thought", "thoughtful True"]
         header = self._common(keys)
-        if not header.strip():  # a switch may write into the user's message
+        if not header.strip():  # a switch may be written into the user's message
             header = self._common(keys[:4])
         header = _whole_tags(header)
         rests = self._after(header).values()
@@ -303,13 +303,13 @@ class _Finder:
         return header
 
     def _common(self, keys: Sequence[str]) -> str:
-        """Return the common beginning of what renderings have after the user's message."""
+        """Return the text that all renderings begin with after the user's message."""
         tails = [tail for key in keys if (tail := self._seen.tail(key)) is not None] or [""]
         first, last = min(tails), max(tails)
         return first[: n_common(first, last)]
 
     def _after(self, header: str) -> dict[str, str]:
-        """Return what generation prompts have after the header, by purpose."""
+        """Return the text of generation prompts after the header, by purpose."""
         tails = {key: self._seen.tail(key) for key in ("prompt", "prompt True", "prompt False")}
         return {
             key: tail[tail.find(header) + len(header) :]
@@ -381,7 +381,7 @@ class _Finder:
         )  # fmt: skip
 
     def _from_prompts(self, rests: Mapping[str, str]) -> tuple[str, str] | None:
-        """Return the tags from two generation prompts: one ends inside a thought, the other after it."""
+        """Return the tags from two generation prompts that end inside and after a thought."""
         texts = sorted({rest.strip() for rest in rests.values()} - {""}, key=len)
         for text in texts:
             pieces = [piece.strip() for piece in _JOINT.split(text)]
@@ -397,7 +397,7 @@ class _Finder:
                 return end.replace("/", "", 1), end
         for rest in rests.values():
             start = rest.strip()
-            if re.fullmatch(r"<\w[\w:.-]*>", start):  # a thought that is opened is closed this way
+            if re.fullmatch(r"<\w[\w:.-]*>", start):  # such an opened thought is closed like this
                 return start, f"</{start[1:]}"
         if any("/" in rest for rest in rests.values()):
             self._reasons.append("the generation prompt closes a thought that nothing opens")
@@ -490,12 +490,12 @@ def _form(bodies: Mapping[str, str | None]) -> CallForm:
     single = bodies["one"] or ""
     pair = bodies.get("pair")
     if pair is not None and not (_OTHER in pair and pair.count(_VALUE) >= 2):
-        pair = None  # the second was left out
+        pair = None  # the template left out the second call
     form = _json_form(single, pair)
     if form is None:
         form = _tag_form(single, pair, bodies)
         if not form.opening.strip():
-            raise Mismatch  # a call cannot be distinguished from text
+            raise Mismatch  # there is no way to tell a call from text
     is_apart = form.opening.strip() or pair is not None
     separator = form.separator or ("" if is_apart else "\n")
     form = replace(form, several=pair is not None, separator=separator)
@@ -503,9 +503,9 @@ def _form(bodies: Mapping[str, str | None]) -> CallForm:
 
 
 def _named_later(form: CallForm) -> CallForm | None:
-    """Return the form of calls whose header has the function after the channel, not before it.
+    """Return the form of calls whose header names the function after the channel instead of before it.
 
-    A template of channels may write ``to=f<|channel|>tools json<|message|>``; its model writes
+    A template with channels may write ``to=f<|channel|>tools json<|message|>``; the model writes
     ``<|channel|>tools to=f <|constrain|>json<|message|>``.
     """
     if form.kind != "tag" or len(form.unit) < 4 or form.unit[1] is not Slot.NAME:
@@ -560,7 +560,7 @@ def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
 
 
 def _path_to(value: object, fits: Callable[[object], bool]) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first value in an object that fits; None without one."""
+    """Return the keys that lead to the first value that fits in an object; None if there is none."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         path = () if fits(inner) else _path_to(inner, fits)
         if path is not None:
@@ -569,7 +569,7 @@ def _path_to(value: object, fits: Callable[[object], bool]) -> tuple[str, ...] |
 
 
 def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
-    """Return how the arguments of the probe are written in a text."""
+    """Return the text that writes the arguments of our trial call."""
     quote, outer = (r"\\\"", '"') if as_text else ('"', "")
     pattern = rf"{outer}\{{\s*{quote}{_KEY}{quote}(\s*:\s*){quote}{_VALUE}{quote}\s*\}}{outer}"
     match = re.search(pattern, text)
@@ -579,7 +579,7 @@ def _arguments_in(text: str, *, as_text: bool) -> tuple[str, Values] | None:
 
 
 def _split(text: str, inner: str, needles: Mapping[str, Slot]) -> tuple[Part, ...]:
-    """Return the parts of a call: literals, and slots for the texts that were put in."""
+    """Return the parts of a call: literals, and slots for the texts that we put in."""
     slots = {inner: Slot.ARGUMENTS, **needles} if inner else dict(needles)
     pattern = "|".join(map(re.escape, sorted(slots, key=len, reverse=True)))
     parts: list[Part] = []
@@ -608,7 +608,7 @@ def _surrounded(
     Args:
         inner: the text of the arguments.
         single, span: a rendering of one call, and its place.
-        pair, spans: a rendering of two calls, and their places; no places = they were not rendered.
+        pair, spans: a rendering of two calls, and their places; without places, they were not rendered.
         in_list: whether the calls are items of a JSON list; None = they are not JSON objects.
     """
     head, core, tail = single[: span[0]], single[slice(*span)], single[span[1] :]
@@ -634,7 +634,7 @@ def _surrounded(
 
 
 def _numbered(parts: tuple[Part, ...], others: tuple[Part, ...]) -> tuple[tuple[Part, ...], int]:
-    """Return the parts of a call with a slot for a number that counts calls, and the first number.
+    """Return a call's parts, with a slot for its number if it has one, and the first number.
 
     Args:
         parts, others: the parts of the first and of the second call.
@@ -651,7 +651,7 @@ def _numbered(parts: tuple[Part, ...], others: tuple[Part, ...]) -> tuple[tuple[
 
 
 def _shared(head: str, middle: str, tail: str, in_list: bool) -> tuple[str, str, str, str, str]:
-    """Return the texts around all calls and around each, from the text between two calls.
+    """Work out the texts around all calls and around each call from the text between two calls.
 
     Returns:
         section_start, call_start, call_end, separator, section_end.
@@ -686,13 +686,13 @@ def _tag_form(single: str, pair: str | None, bodies: Mapping[str, str | None]) -
         at = min(i for word in second[:2] if (i := pair.find(word)) >= 0)
         spans = [_span(pair[:at], first), (at, _span(pair, second)[1])]
     form = _surrounded(inner, single, span, pair or "", spans)
-    # If only the id is written, the template expects the name in it.
+    # If only the id is written, the template expects the id to contain the name.
     name_in_id = None if _NAME in single else ("functions.", ":")
     return replace(form, tags=tags, values=values, name_in_id=name_in_id)
 
 
 def _span(text: str, words: Iterable[str]) -> tuple[int, int]:
-    """Return the place of some words, from the first to the last."""
+    """Return the place from the first to the last of these words."""
     starts = [i for word in words if (i := text.find(word)) >= 0]
     ends = [i + len(word) for word in words if (i := text.rfind(word)) >= 0]
     if not starts:
@@ -701,7 +701,7 @@ def _span(text: str, words: Iterable[str]) -> tuple[int, int]:
 
 
 def _tags_of(bodies: Mapping[str, str | None], single: str) -> tuple[ArgumentTags, str]:
-    """Return the form of arguments that are not a JSON object, and the text of the probe's."""
+    """Return the form of arguments that are not a JSON object, and the text of our trial call's."""
     none, two = bodies.get("none"), bodies.get("two")
     if none is None or two is None:
         raise Mismatch
@@ -772,7 +772,7 @@ def _values_of(texts: Mapping[str, str], between: str) -> Values:
 
 
 def _whole_tags(text: str) -> str:
-    """Return a text without a tag that is cut at its end."""
+    """Return a text without an incomplete tag at its end."""
     at = text.rfind("<")
     return text[:at] if at >= 0 and text.find(">", at) < 0 else text
 

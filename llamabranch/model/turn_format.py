@@ -1,4 +1,4 @@
-"""Read a model's turns: thought, content and calls, in the form of its chat template."""
+"""Read a model's turns (thought, content and calls) in the form of its chat template."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Turn(NamedTuple):
 
 
 class TurnEvent(NamedTuple):
-    """The addition of a piece of text to a turn.
+    """A piece of text that was added to a turn.
 
     Attributes:
         kind: "thought" or "content"; "name": a call begins, and ``text`` is the function's name;
-            "arguments": a piece of the JSON text of its arguments; "cut" (only from an eager reader): it
-            was not a call after all, and its text follows as content.
+            "arguments": a piece of the call's JSON arguments; "cut" (only from an eager reader): it was
+            not a call after all, and its text follows as content.
         text: the piece.
         call: the number of the call in the turn, from 0; None for thought and content.
         id: the id of the call, with "name".
@@ -87,10 +87,10 @@ class TurnEvent(NamedTuple):
 
 
 class TurnSpan(NamedTuple):
-    """A stretch of a turn's text that is not content.
+    """A part of a turn's text that is not content.
 
     Attributes:
-        kind: "thought" or "call", tags included.
+        kind: "thought" or "call", including the tags.
         start, end: its place in the text, in characters.
         calls: the calls in it.
     """
@@ -120,7 +120,7 @@ def call_id(salt: str, index: int, name: str) -> str:
 
 
 def function_of(tool: object) -> tuple[str, Mapping[str, object]]:
-    """Return the name and the function of OpenAI's tool object, or of a bare function object.
+    """Return the name and the function from OpenAI's tool object or a bare function object.
 
     Raises:
         ConfigError: it is not a function with a name.
@@ -147,12 +147,12 @@ class TurnFormat(TurnParts):
     ) -> TurnFormat:
         """Return the form of a template's turns.
 
-        A template that cannot be run, or contradicts itself, gets the general form: no thoughts, and
+        If a template cannot be run, or contradicts itself, return the general form: no thoughts, and
         calls as bare JSON. ``reason`` says why.
 
         Args:
             template: its Jinja source.
-            bos_token, eos_token: texts of special tokens that it may write.
+            bos_token, eos_token: texts of special tokens that the template may write.
 
         Raises:
             ConfigError: the template is not text.
@@ -166,14 +166,14 @@ class TurnFormat(TurnParts):
 
     @classmethod
     def built_in(cls) -> TurnFormat:
-        """Return the form of a built-in template, which takes only roles and texts."""
+        """Return the form for a built-in template, which takes only roles and texts."""
         return cls(roles=frozenset({"system"}))
 
     # -- properties of the template ----------------------------------------------------------------
 
     @property
     def form(self) -> CallForm:
-        """How calls are written: in the template's form, or as bare JSON."""
+        """How calls are written: the template's own form if there is one, otherwise bare JSON."""
         return self.calls or _BARE
 
     @property
@@ -182,7 +182,7 @@ class TurnFormat(TurnParts):
         return self.calls is None
 
     def has_tag(self, name: str) -> bool:
-        """Return whether a text that marks thoughts, calls or turns contains ``name``."""
+        """Return whether ``name`` occurs in a text that marks thoughts, calls or turns."""
         return name in self._tags
 
     @cached_property
@@ -190,14 +190,14 @@ class TurnFormat(TurnParts):
         return "\n".join([*_texts(astuple(self)), "<tool_call>", "</tool_call>"])
 
     def thinking_variables(self, on: bool) -> dict[str, object]:
-        """Return the variables of the template that switch thoughts on or off; {} = it has none."""
+        """Return the template variables that switch thoughts on or off; {} = there are none."""
         names = self.thinking
         return {
             name: on for name in names if not (on and re.search("budget|effort|strength", name))
         }
 
     def begun_turn(self, prompt: str) -> str:
-        """Return the text of a prompt after its last header; all of it if there is no header."""
+        """Return a prompt's text after its last header, or all of it if there is no header."""
         header = self.header.strip()
         return prompt.rpartition(header)[2] if header else prompt
 
@@ -212,7 +212,7 @@ class TurnFormat(TurnParts):
     def closing(self, *, has_calls: bool = False) -> str:
         """Return the text that ends a thought, up to the content of an answer.
 
-        ``has_calls``: functions may be called, so the model writes what follows the tag itself.
+        ``has_calls``: functions may be called, so the model itself writes what follows the tag.
         """
         end = self.thought_end or ""
         close = self.thought_close if end in self.thought_close else end
@@ -225,8 +225,9 @@ class TurnFormat(TurnParts):
     def continued(self, prompt: str, begun: str) -> tuple[str, str]:
         """Return the text that the template writes before an answer, and the answer's beginning.
 
-        If the prompt ends inside a thought, the thought is closed, unless ``begun`` belongs to it: then
-        it begins with the tag of a thought, which is not written twice, or contains the end of one.
+        If the prompt ends inside a thought, the thought is closed, unless ``begun`` belongs to it. It
+        does if it begins with the tag of a thought, which is not written twice, or contains the end of
+        one.
 
         Args:
             prompt: the text of the prompt, or its end.
@@ -281,12 +282,12 @@ class TurnFormat(TurnParts):
     ) -> Turn:
         """Return the thought, the content and the calls of a turn that a model wrote.
 
-        Text that looks like a call, but is broken or names an unknown function, is content.
+        A call that is broken or names an unknown function counts as content.
 
         Args:
             text: the complete turn, including the texts of control tokens.
             tools: OpenAI's tool objects, or bare function objects. If there are any, calls of other
-                functions are content, and the schemas distinguish strings from other values.
+                functions are content, and the schemas tell strings from other values.
             in_thought: whether the prompt ended inside a thought; None = as ``starts_in_thought``.
 
         Raises:
@@ -319,24 +320,24 @@ def _found(template: ChatTemplate) -> TurnFormat:
 
 
 def _beginnings(tags: Iterable[str]) -> frozenset[str]:
-    """Return all proper beginnings of the tags."""
+    """Return all incomplete beginnings of the tags."""
     return frozenset(tag[:n] for tag in tags for n in range(1, len(tag)))
 
 
 class TurnReader:
-    """Reads a turn while it is written.
+    """Reads a turn as it is generated.
 
-    Each piece of the text gives events. All events together are the turn that ``TurnFormat.read`` returns
-    for the whole text, however it was cut. A piece that may be the beginning of a tag is held back.
+    Each piece of the text yields events. Together, the events give the same turn as ``TurnFormat.read``
+    for the whole text, however it was split. Text that may be the beginning of a tag is held back.
 
     Args:
         form: the form of the turns.
         tools: see ``TurnFormat.read``.
-        in_thought: see there.
-        eager: True = report the name of a call, and pieces of its JSON arguments, while they are written,
-            for texts that follow a grammar; a call that is cut off is taken back ("cut"). False = report
-            a call when it is complete.
-        salt: ids of calls are derived from it and from their position and name.
+        in_thought: see ``TurnFormat.read``.
+        eager: True = report the name of a call and pieces of its JSON arguments as they are generated,
+            for texts that follow a grammar; if the call is cut off, it is taken back ("cut"). False =
+            report a call when it is complete.
+        salt: the ids of calls are derived from it, from their position and from their name.
         calls: False = calls are content.
 
     Attributes:
@@ -364,7 +365,7 @@ class TurnReader:
         self._in_thought = inside and bool(form.thought_end)
         self._buffer = ""
         self._ruled_out: dict[tuple[object, ...], int] = {}  # about a call that begins the buffer
-        self._at = 0  # the buffer up to here has been read
+        self._at = 0  # how much of the buffer has been read
         self._n_cut = 0  # characters of the text before the buffer
         self.spans: list[TurnSpan] = []
         self._space = ""  # white space that is content only if content follows
@@ -372,8 +373,8 @@ class TurnReader:
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
         self._events: list[TurnEvent] = []
-        self._is_first = True  # nothing but white space was read
-        self._trims = False  # white space after a thought or a call is dropped
+        self._is_first = True  # only white space has been read so far
+        self._trims = False  # drop white space, after a thought or a call
         self._in_section = False
         self._n_sent: int | None = None  # characters of the arguments that were already reported
         self._is_started = False
@@ -383,7 +384,7 @@ class TurnReader:
         role = _ROLE.search(self._turns.header + self._turns.prompt_end)
         self._role = (role[1], role[2]) if role else ("", "")
         self._marks = self._all_marks()
-        self._keys: dict[str, list[str]] = {}  # what the first word of a mark may begin
+        self._keys: dict[str, list[str]] = {}  # the marks that a first word may begin
         for kind, text in self._marks.items():
             self._keys.setdefault(text.split()[0], []).append(kind)
         pattern = "|".join(map(re.escape, sorted(self._keys, key=len, reverse=True))) or "(?!)"
@@ -417,8 +418,8 @@ class TurnReader:
         """Return the events at the end of the text.
 
         Args:
-            is_cut: whether the text ends before its model ended it. Then the beginning of a tag or of a
-                call at its end is not content.
+            is_cut: whether the text was cut off before the model ended it. The beginning of a tag or a
+                call at its end is then not content.
         """
         events: list[TurnEvent] = []
         if is_cut and self._is_begun_call(self._buffer):
@@ -474,9 +475,9 @@ class TurnReader:
             self._events.append(TurnEvent(kind, text))
 
     def _say(self, text: str) -> None:
-        """Add text to the content; white space at its end waits for more content."""
+        """Add text to the content; hold back white space at its end until more content comes."""
         text = self._space + text
-        if self._trims:  # white space at the beginning of the whole answer is kept
+        if self._trims:  # white space at the very beginning of the answer is kept
             text = text.lstrip()
         core = text.rstrip()
         self._space = text[len(core) :]
@@ -539,7 +540,7 @@ class TurnReader:
     def _is_begun_call(self, rest: str) -> bool:
         """Return whether the rest of a text that was cut begins a tag or a call.
 
-        JSON without a tag does so until the function's arguments begin.
+        JSON without a tag counts until the function's arguments begin.
         """
         if self._in_thought or not rest.strip():
             return False
@@ -562,7 +563,7 @@ class TurnReader:
         return any("".join(each.split()).startswith(written) for each in heads)
 
     def _n_begun(self, beginnings: Collection[str]) -> int:
-        """Return how many characters at the end of the buffer may begin a tag."""
+        """Return how many characters at the end of the buffer may be the beginning of a tag."""
         end = len(self._buffer)
         places = range(max(self._at, end - self._longest), end)
         return next((end - at for at in places if self._buffer[at:] in beginnings), 0)
@@ -571,7 +572,7 @@ class TurnReader:
         return Cursor(self._buffer, at, last=last, ruled_out=self._ruled_out)
 
     def _all_marks(self) -> dict[str, str]:
-        """Return the texts in content that may begin another part of a turn, by kind of part."""
+        """Return the texts that can end content by beginning another part, by kind of part."""
         turns, form = self._turns, self._form
         marks = {
             "call": form.opening,
@@ -595,7 +596,7 @@ class TurnReader:
 
     @property
     def _preamble(self) -> str:
-        """The beginning of a text in the channel of calls; "" = the form has no such channel."""
+        """How a text in the channel of calls begins; "" = the form has no such channel."""
         unit = self._form.other.unit if self._form.other else ()
         return f"{str(unit[0]).split()[0]}{unit[3]}" if unit else ""
 
@@ -614,18 +615,18 @@ class TurnReader:
             return True
         is_possible = {
             "thought": self._is_first or self._is_anew,
-            "stray end": self._is_first,  # of a thought that the prompt opened, or of no thought
-            "section end": bool(self._calls),  # text between calls and their end is content
+            "stray end": self._is_first,  # it closes a thought that the prompt opened, or none
+            "section end": bool(self._calls),  # text between the calls and this is content
         }
         if not is_possible.get(kind, True):
             return False
         mark = self._marks[kind]
         cursor.literal(mark.rstrip() if kind == "turn end" else mark)
-        if kind == "role":  # another message begins; after calls some templates repeat their form
+        if kind == "role":  # another message begins; some templates repeat their form after calls
             if not self._calls or cursor.tries(self._role[1]):
                 return False
             self._is_over = True
-        elif kind.startswith("header"):  # of another message of the same turn, or of the next one
+        elif kind.startswith("header"):  # of another message in this turn, or of the next turn
             role = self._turns.prompt_end.strip()
             # After a call, some templates repeat what calls look like.
             self._is_over = bool(
@@ -667,7 +668,7 @@ class TurnReader:
                     raise Incomplete
             if self._is_first and self._form.opening.strip() and self._reads_calls:
                 if Cursor(buffer, at, last=last).tries(self._form.opening.lstrip()):
-                    self._in_thought = False  # a call instead of a thought: there is no thought
+                    self._in_thought = False  # a call instead of a thought
                     return True
             elif self._is_first and buffer[at : at + 1] == "{" and "{" in self._keys:
                 with contextlib.suppress(Mismatch):
@@ -677,7 +678,8 @@ class TurnReader:
         end_at = buffer.find(end, self._at)
         at_call = self._call_in(self._at, last) if end_at < 0 else -1
         if at_call >= 0:
-            # Held back, because a call at the end of the text counts even if the thought never ended.
+            # Hold it back, because a call at the end of the text counts even if the thought never
+            # ended.
             self._think(buffer[self._at : at_call].rstrip())
             self._at = at_call
             if last and self._ends_in_call(at_call):
@@ -730,7 +732,7 @@ class TurnReader:
     # -- calls -------------------------------------------------------------------------------------
 
     def _read_calls(self, cursor: Cursor, form: CallForm, kind: str = "") -> None:
-        """Read calls in a form of the template, or of a kind that models write on their own."""
+        """Read calls in one of the template's forms, or in a form that models write on their own."""
         start = cursor.at
         try:
             calls = self._loose(kind, cursor) if kind else form.read_call(cursor, self._known)
@@ -744,7 +746,7 @@ class TurnReader:
             self._call(call, raw)
 
     def _raw_arguments(self, at: int, calls: Sequence[ToolCall], form: CallForm) -> str | None:
-        """Return the text of the arguments as it was reported early."""
+        """Return the text of the arguments in the form in which it was reported early."""
         if self._n_sent is None or len(calls) != 1 or form.tags is not None:
             return None
         try:
@@ -793,11 +795,11 @@ class TurnReader:
         self._in_section = False
         rest = self._buffer[start:].strip()
         if last and rest and form.section_end.strip().startswith(rest):
-            self._at = len(self._buffer)  # the end of a turn that was cut inside a tag
+            self._at = len(self._buffer)  # the text was cut inside a tag that ends the turn
         return True
 
     def _loose(self, kind: str, cursor: Cursor) -> list[ToolCall]:
-        """Return calls that a model writes in another form than its template's."""
+        """Return calls that a model wrote in a form other than its template's."""
         start, close = cursor.at, _CLOSES.get(kind, "")
         if not close and not (self._is_first or self._trims or "\n" in self._space):
             raise Mismatch  # not at the beginning of a line
@@ -835,7 +837,7 @@ class TurnReader:
         return calls
 
     def _objects(self, cursor: Cursor, *, one: bool) -> list[ToolCall]:
-        """Return the calls of the first or of all JSON objects, whose braces may be doubled."""
+        """Return the calls in the first or in all JSON objects; their braces may be doubled."""
         forms = [self._form, _BARE] if self._form.kind == "json" else [_BARE]
         calls: list[ToolCall] = []
         while not (one and calls):

@@ -23,8 +23,8 @@ from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 from .console import Console, leave_standard_output
 from .interrupts import EXIT_FAILURE
 
-# Each command in the order of --help, with the first sentence of its help. The function of a command has
-# the name of the command, and so has its module, except for ``speculate``.
+# The commands in the order of --help, with the first sentence of each help. A command's function
+# and module have its name; only ``speculate`` has no module of its own.
 COMMANDS = {
     "demo": "Show in half a minute what llamabranch does: forks, drafts and JSON.",
     "generate": "Generate text from one prompt or many.",
@@ -173,7 +173,7 @@ def main() -> None:
 def _reopen_closed_streams() -> None:
     """Open standard input, output and error on the null device if they are closed.
 
-    Otherwise the next file that is opened would get the number of a closed one, and its output.
+    Otherwise the next file to be opened would get the number of a closed stream, and its output.
     """
     for number in range(3):
         try:

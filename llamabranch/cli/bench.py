@@ -1,4 +1,4 @@
-"""``llamabranch bench``: measure how fast the settings are that exist here, and name the fastest."""
+"""``llamabranch bench``: measure how fast the available settings are, and name the fastest."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def bench(
 
 
 def _lengths(given: Given, text: str, model: str, n_tokens: int) -> list[int]:
-    """Return the lengths of prompts that fit, into -c or what the model was trained for, in order."""
+    """Return the prompt lengths that fit into -c, or into the trained context length, in order."""
     lengths = sorted({int(part) for part in text.split(",") if part.strip().isdecimal()})
     most = given.n_ctx - _ROOM if given.n_ctx else opt.trained_length(model)
     fitting = [n for n in lengths if most is None or n + n_tokens <= most]

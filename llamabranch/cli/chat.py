@@ -129,7 +129,7 @@ class ChatSession:
                 if not interrupts.requested:
                     raise
                 console.progress("")
-                # An interrupt that has met no decode must not stop the next one.
+                # An interrupt that came while nothing was decoded must not stop the next decode.
                 for context in contexts:
                     context.resume()
                 chat.close()  # an answer that has just begun, too
@@ -148,7 +148,7 @@ class ChatSession:
     # -- commands ----------------------------------------------------------------------------------
 
     def _command(self, line: str) -> None:
-        """Run a command; UsageError for a missing or an invalid argument, ConfigError for no command."""
+        """Run a command; UsageError for a missing or bad argument, ConfigError for a wrong name."""
         name, _, rest = line.partition(" ")
         usage = next((usage for usage in USAGES if usage.split()[0] == name), None)
         if usage is None:

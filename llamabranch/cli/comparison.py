@@ -36,12 +36,12 @@ class DraftComparison:
 
     @property
     def speed_up(self) -> float:
-        """The median speed with drafts divided by that without; nan if no token was generated."""
+        """The median speed with drafts over the median without; nan if no token was generated."""
         return median(self.drafted) / median(self.plain)
 
     @property
     def range(self) -> tuple[float, float]:
-        """The 95 % interval of the speed-up, by the sign test: the range, without the ends of 9 pairs.
+        """The 95 % interval of the speed-up, by the sign test: the range; of 9 pairs, without both ends.
 
         With fewer than 6 pairs the range covers the median less often.
         """
@@ -114,7 +114,7 @@ def compare(
 ) -> DraftComparison | None:
     """Time decoding with and without drafts, in turns; return None if interrupted. The caller warms up.
 
-    There are at most 9 pairs of runs; no pair begins after ``budget_s`` seconds of them.
+    There are at most 9 pairs of runs; no pair begins once they have taken ``budget_s`` seconds.
     """
     compared, spent_s = DraftComparison(), 0.0
     while len(compared.plain) < MOST_PAIRS and spent_s < budget_s:

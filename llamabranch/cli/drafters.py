@@ -14,7 +14,7 @@ from .options import FOLDER_OPTIONS, Given, load
 
 Names = tuple[str, tuple[str, ...]]  # of a target and of its drafters
 SUFFIX = "suffix"  # copies from the text
-EAGER = "suffix:1"  # the same, after a single token that occurred before
+EAGER = "suffix:1"  # the same, but one token that occurred before is enough
 MTP = "mtp"  # the target's own MTP layers
 GRAMMAR = "grammar"  # drafts tokens that the grammar forces; others come from the rest of the chain
 
@@ -25,9 +25,9 @@ def resolve(
     """Return the names of a target and of its drafters, without loading weights.
 
     Without ``--draft`` and with "auto" the target's own MTP layers draft, or the model that models.txt
-    lists for it; else tokens are copied from the text. A grammar drafts first. With ``always``, the
-    choice of ``speculate``, the bundled pair replaces a default model that has no draft, and a single
-    equal token is enough to copy.
+    lists for it. Otherwise tokens are copied from the text. A grammar drafts first. With ``always``,
+    the choice of ``speculate``, the bundled pair replaces a default model that has no draft, and a
+    single equal token is enough to copy.
     """
     named, draft = given.model, given.draft
     is_auto = draft in (None, "auto")

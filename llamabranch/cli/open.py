@@ -116,7 +116,7 @@ def show_link(page: Page, where: str, console: Console, **more: str) -> str:
         page: the page.
         where: its address.
         console: prints.
-        more: what the first line of ``--json`` also has.
+        more: further fields of the first line of ``--json``.
     """
 
     def show(**more: str) -> str:

@@ -159,7 +159,7 @@ class Given:
         """Return the settings of sampling; ConfigError for a value out of range."""
         names = ("temperature", "top_k", "top_p", "min_p")
         flags = {name: getattr(self, name) for name in names}
-        SamplingParams(seed=self.seed)  # raises now where the engine gets the seed
+        SamplingParams(seed=self.seed)  # checked here, also if the engine gets it
         settings: Any = {**flags, "seed": seed, **self.set("sampling")}
         return DEFAULTS.replace(**settings)
 

@@ -14,7 +14,7 @@ generation.py   the texts of one request, and its answer
 completions.py  OpenAI's completions, chat completions
 anthropic.py    Anthropic's messages
 utilities.py    models, health, the tokenizer
-service.py      shared by all endpoints: model, engine, settings
+service.py      what all endpoints share: model, engine, settings
 
 Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.
 """

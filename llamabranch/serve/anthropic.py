@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: a request becomes one of the chat endpoint, and its text a message."""
+"""Anthropic's Messages API: a request is turned into a chat request, and its text into a message."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class ThinkingConfig(Struct):
 
 
 class OutputConfig(Struct):
-    """The form of the answer, and how much the model thinks, if its template can say that."""
+    """The form of the answer, and how much the model thinks, if its template supports that."""
 
     format: ResponseFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -167,7 +167,7 @@ class MessagesFields(HttpFields, kw_only=True):
     mcp_servers: list[object] | None = None
 
     def chat(self) -> ChatFields:
-        """Return the request as one of the chat endpoint.
+        """Return the request as a request of the chat endpoint.
 
         Raises:
             HttpError, ConfigError: a field, a block or a tool is not supported; the message names it.
@@ -204,8 +204,9 @@ class MessagesFields(HttpFields, kw_only=True):
     def _conversation(self) -> list[dict[str, object]]:
         """Return OpenAI's messages.
 
-        Neighbours of one role become one message, as templates want roles to alternate. A message of the
-        system that is not the first one is read as the user's, since many templates refuse it.
+        Consecutive messages of one role become one message, because templates expect roles to
+        alternate. A system message that is not the first one is read as the user's, because many
+        templates refuse it.
         """
         system = self.system
         text = system if isinstance(system, str) else "\n".join(_texts(system or ()))
@@ -240,7 +241,7 @@ def _answered(blocks: Sequence[Block]) -> list[dict[str, object]]:
 
 
 def _asked(role: str, blocks: Sequence[Block]) -> list[dict[str, object]]:
-    """Return results, which follow the calls of the answer before, and then the text."""
+    """Return the results of the calls in the answer before, and then the text."""
     chat: list[dict[str, object]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
         for block in blocks
@@ -261,7 +262,7 @@ async def messages(call: HttpRequest, service: Service) -> Response:
 
 
 async def count_tokens(call: HttpRequest, service: Service) -> Response:
-    """Tell how many tokens the prompt of a request has."""
+    """Return how many tokens the prompt of a request has."""
     fields = (await json_of(call, MessagesFields)).chat()
     options = await chat_options(call, service, fields)
 
@@ -312,7 +313,7 @@ class _MessageWriter(Writer[ChatFields]):
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return the events for the new text of a step.
 
-        The message begins when its prompt is begun; each further part of the prompt gives a ping.
+        The message begins when its prompt is first read; each further part of the prompt sends a ping.
         """
         events: list[dict[str, object]] = []
         if update.is_first:

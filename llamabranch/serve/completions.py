@@ -69,7 +69,7 @@ async def completions(call: HttpRequest, service: Service) -> Response:
 
 
 class _Offsets:
-    """The offsets of tokens in a growing text; a character of several tokens counts with the last.
+    """The offsets of tokens in a growing text; a character of several tokens counts for the last one.
 
     Args:
         start: the offset of the first token.

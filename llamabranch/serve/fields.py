@@ -68,9 +68,10 @@ class HttpFields(TextFields, kw_only=True):
     def session(self, headers: Mapping[str, str]) -> dict[str, object]:
         """Return the options that say to which session a request belongs.
 
-        The fields of the body count first, then the headers ``X-Session-Id`` (in opencode
-        ``X-Session-Affinity``) and ``X-Parent-Session-Id``, then what Claude Code sends: headers with
-        the ids of the session and of its agents, or ``metadata.user_id``, which contains the session.
+        The fields of the body take precedence over the headers ``X-Session-Id`` (in opencode
+        ``X-Session-Affinity``) and ``X-Parent-Session-Id``, and these over what Claude Code sends:
+        headers with the ids of the session and of its agents, or ``metadata.user_id``, which contains
+        the session.
         """
         user_id = (self.metadata or {}).get("user_id")
         main = headers.get("x-claude-code-session-id") or _session_in(user_id)

@@ -40,8 +40,8 @@ class Update:
         thought, thoughts: text and tokens of the thought before the answer.
         turn: what is new in the turn of an answer.
         ended: the event that ended the text, if it has ended.
-        ended_thought: all tokens of the thought, as the result will have them, if it has just ended.
-        progress: how much of the prompt is read, if the request asked for it and that has changed.
+        ended_thought: if the thought has just ended, all its tokens as the result will have them.
+        progress: how much of the prompt is read, if the request asked for it and it has changed.
     """
 
     index: int

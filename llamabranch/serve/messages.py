@@ -103,7 +103,7 @@ async def event_stream(frames: AsyncGenerator[Iterable[object], None], door: str
 
 
 def encoded(events: Iterable[object]) -> bytes:
-    """Return events as they are sent: JSON, and before it the type of an event that has one."""
+    """Return events as they are sent: the type of the event, if it has one, and then JSON."""
     lines = []
     for event in events:
         kind = event.get("type") if isinstance(event, Mapping) else None

@@ -65,7 +65,7 @@ class Files:
 class Page:
     """A page, and who may use it: a browser that came by a link, or a script with the key.
 
-    Its files tell nothing, so every program of this machine may read them.
+    Its files hold no data, so every program on this machine may read them.
 
     Args:
         port: where the page is served.
@@ -74,7 +74,7 @@ class Page:
 
     Attributes:
         key: what scripts send as ``Authorization: Bearer``.
-        routes: what serves the files, and begins a session.
+        routes: the handlers that serve the files and begin a session.
     """
 
     def __init__(self, port: int, files: Files, keys: Iterable[str] = ()) -> None:
@@ -97,7 +97,7 @@ class Page:
         return token
 
     def check(self, scope: Scope) -> None:
-        """Raise HttpError unless the request may be answered; the answer gets the policy, always."""
+        """Raise HttpError unless the request may be answered; every answer gets the security policy."""
         scope["state"]["headers"] = _HEADERS
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
@@ -137,7 +137,7 @@ class Page:
         return reply(file[0], kind=file[1])
 
     async def _session(self, call: Request) -> Response:
-        """Give a session cookie for a key, or for the token of a link that is not used or expired."""
+        """Return a session cookie for a key, or for a link's token that is neither used nor expired."""
         token = (await json_of(call, dict[str, str])).get("token", "")
         is_key = token.isascii() and sends_key({b"x-api-key": token}, self._keys)
         if not is_key and self._links.pop(token, 0.0) < monotonic():

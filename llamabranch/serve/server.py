@@ -1,4 +1,4 @@
-"""The server: a socket, an event loop, loading the model meanwhile, and a clean shutdown."""
+"""The server: a socket, an event loop, loading the model in a thread, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Server:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def stop(self) -> None:
-        """Stop: let running requests end in time, take no more. A second call ends them at once."""
+        """Take no more requests, and give running ones time to end. A second call ends them at once."""
         server, service = self._uvicorn, self.service
         if server is not None:
             server.force_exit = server.should_exit

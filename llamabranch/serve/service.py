@@ -20,7 +20,7 @@ from .settings import ServeSettings
 
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # llama.cpp passes these to templates
 _MOST_SEARCHED = 100_000  # characters of a system prompt, a few microseconds each
-TOO_LONG = "prompt is too long"  # agents look for these words, and shorten their conversation then
+TOO_LONG = "prompt is too long"  # when agents see these words, they shorten their conversation
 _LONG_TEXT = 4096  # characters; tokenizing a longer text would block the event loop
 
 
@@ -35,7 +35,7 @@ class Service:
     Attributes:
         n_texts: the number of unfinished texts.
         n_ctx: the most tokens of a text, prompt included.
-        is_exact: whether a text is independent, to the bit, of what else is computed.
+        is_exact: whether a text does not depend, to the bit, on what else is computed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Service:
     def log_records(self, jobs: Iterable[Job]) -> None:
         """Log what requests have cost, and why."""
         for record in [job.record for job in jobs if self.settings.log_requests]:
-            if record is not None:  # it was begun
+            if record is not None:  # it was admitted
                 self.log(visible(record.line()) + ("" if record.finish_reason else "  cancelled"))
 
     def dates(self) -> dict[str, object]:
@@ -100,7 +100,7 @@ class Service:
     def check_room(
         self, prompt: Sequence[int], max_tokens: int | None, param: str | None = None
     ) -> None:
-        """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
+        """Raise HttpError about a field unless the context has room for a prompt and one more token."""
         n, n_ctx = len(prompt), self.n_ctx
         if n + (max_tokens != 0) > n_ctx:
             text = f"{TOO_LONG}: it has {n} tokens, the context has room for {n_ctx}, the answer included"

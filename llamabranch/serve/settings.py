@@ -32,7 +32,7 @@ class ServeSettings:
         log_requests: log a line for each request that was read: what it cost, and why.
         max_tokens: the limit for requests that set none; None = until the context is full.
         sampling: defaults for settings that a request leaves out.
-        drop_lines: regular expressions; lines of system prompts in which one is found are left out, so
+        drop_lines: regular expressions. Lines of system prompts that contain a match are left out, so
             that a line that changes with each request does not change the prompt. They are searched in
             the first 100,000 characters; ``^`` and ``$`` are allowed at their ends.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def health(call: Request, service: Service) -> Response:
-    """Tell that the server answers."""
+    """Report that the server is up."""
     return reply({"status": "ok"})
 
 
@@ -52,7 +52,7 @@ async def tokenize(call: Request, service: Service) -> Response:
 
 
 async def tokenizer_info(call: Request, service: Service) -> Response:
-    """Tell the special tokens and the chat template."""
+    """Return the special tokens and the chat template."""
     model, words = service.model, service.vocabulary
     return reply({
         "tokenizer_class": model.vocab_type, "chat_template": model.chat_template,

@@ -23,7 +23,7 @@ FILES = Files("llamabranch.serve", pages={"/": "view.html"})
 
 
 def check_of(page: Page, settings: ServeSettings) -> Callable[[Scope], None]:
-    """Return what raises HttpError unless a request may be answered: the page's rules, or the API's."""
+    """Return the check that raises HttpError for refused requests, by the rules of page and API."""
     guard = Guard(settings)
 
     def check(scope: Scope) -> None:

@@ -1,8 +1,8 @@
 """Numeric arguments, checked and converted to plain Python numbers where they enter the package.
 
-NumPy integers and floats are accepted, and everything else that Python can use as an index or a real
-number, except bool. The rest of the package sees only int and float. A value that does not fit is a
-ConfigError that names the argument.
+NumPy integers and floats are accepted, and so is everything else that Python can use as an index or a
+real number, except bool. The rest of the package sees only int and float. A value that does not fit is
+a ConfigError that names the argument.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     try:
         return repr(value)
-    except Exception:  # of an object's own method
+    except Exception:  # raised by a method of the object
         return f"an object of type {type(value).__name__}"
 
 

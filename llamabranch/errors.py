@@ -103,7 +103,7 @@ class CacheFullError(CapacityError):
 
     @classmethod
     def of_prompt(cls, n_prompt: int, n_ctx: int) -> CacheFullError:
-        """Return the error of a prompt of ``n_prompt`` tokens that no context of ``n_ctx`` can hold."""
+        """Return the error for a prompt of ``n_prompt`` tokens if ``n_ctx`` tokens are the most."""
         return cls(
             f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}",
             hint="shorten the prompt, or open the context with a larger n_ctx",
@@ -111,7 +111,7 @@ class CacheFullError(CapacityError):
 
     @classmethod
     def beside_parent(cls, n_tokens: int, n_kept: int, n_ctx: int) -> CacheFullError:
-        """Return the error of a text that does not fit beside the texts of sessions above its own."""
+        """Return the error for a text that does not fit next to the texts of its parent sessions."""
         return cls(
             f"the text has {n_tokens} tokens; the context has room for {n_ctx - n_kept} beside the "
             f"{n_kept} that are kept for its parent session",
@@ -128,7 +128,7 @@ class SequencesExhaustedError(CapacityError):
 
     @classmethod
     def of_forks(cls, n: int, n_free: int, n_seq_max: int) -> SequencesExhaustedError:
-        """Return the error of ``n`` forks if only ``n_free`` of ``n_seq_max`` sequences are free."""
+        """Return the error for ``n`` forks if only ``n_free`` of ``n_seq_max`` sequences are free."""
         return cls(
             f"{n} forks need {n} free sequences, but {n_free} {'is' if n_free == 1 else 'are'} free",
             hint=f"create the context with n_seq_max={n_seq_max + n - n_free} (at most 256), make fewer "
@@ -175,7 +175,7 @@ class DownloadError(LlamaBranchError):
 
 
 class GrammarError(LlamaBranchError):
-    """A grammar is invalid, or a token is not allowed by it."""
+    """A grammar is invalid, or does not allow a token."""
 
 
 class ParseError(LlamaBranchError, ValueError):
@@ -225,15 +225,15 @@ class ContextLengthWarning(LlamaBranchWarning):
 
 
 class PerformanceWarning(LlamaBranchWarning):
-    """Decoding is much slower than possible."""
+    """Decoding is much slower than it could be."""
 
 
 class CacheFolderWarning(LlamaBranchWarning):
-    """The folder of ``cache_dir`` cannot be written any more, for example because the disk is full."""
+    """The folder of ``cache_dir`` can no longer be written, for example because the disk is full."""
 
 
 class GrammarWarning(LlamaBranchWarning):
-    """The arguments of a tool are not constrained, since its schema is not supported."""
+    """The arguments of a tool are not constrained, because its schema is not supported."""
 
 
 class _Place(NamedTuple):
@@ -269,7 +269,7 @@ def _place(frame: FrameType) -> _Place:
 
 
 def in_thread(run: Callable[P, T]) -> Callable[P, T]:
-    """Return ``run`` for a thread of its own, whose warnings show the line that calls this function."""
+    """Return ``run`` for a new thread; its warnings show the line that called this function."""
     caller = _caller()
 
     def running(*args: P.args, **named: P.kwargs) -> T:

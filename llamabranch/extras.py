@@ -38,7 +38,7 @@ def _is_installed(module: str) -> bool:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, from the place that the package was installed from.
+    """Return the command that installs an extra from where the package itself was installed.
 
     If pip installed the package from a folder, ``direct_url.json`` (PEP 610) names it, and the command
     works in any folder.

@@ -72,7 +72,7 @@ def load(
               length that the model was trained for if that is less). ``n_seq_max``: how many
               sequences there may be at a time (16, at most 256).
             - ``n_threads``, ``n_threads_batch``: threads for decoding one token, and for many (by
-              default the physical cores, and fewer while other programs use these).
+              default the physical cores, or fewer while other programs use them).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
             - ``exact``: True = texts do not depend, to the bit, on drafts or on what else is in a
               batch, so the same seed gives the same text. This is tried out with the model, and

@@ -24,8 +24,8 @@ def quit_on_ctrl_c() -> None:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, quit_interrupted)
             # Python restores the system's handler before it frees its modules, and a Ctrl-C would then
-            # end the process by the signal. What is registered first is called last, when all work is
-            # done.
+            # end the process by the signal. The function that is registered first runs last, when
+            # all work is done.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 

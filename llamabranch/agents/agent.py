@@ -54,8 +54,8 @@ class Agent(Settings, Generic[T]):
     An agent never changes and keeps nothing between two runs, so any thread may use it.
 
     Args:
-        target: a context, on which each call opens an `AsyncEngine` and closes it; or an `AsyncEngine`
-            that runs.
+        target: a context, on which each call opens and closes an `AsyncEngine`; or a running
+            `AsyncEngine`.
         messages: the beginning of every conversation: messages, or a text, which is the system message.
             If it ends with a user's message, the task is appended to that, after an empty line.
         tools: functions with annotated parameters, sync or async, bound methods, and other agents. The
@@ -69,7 +69,7 @@ class Agent(Settings, Generic[T]):
         tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
         parallel_tool_calls: whether a turn may have several calls.
         max_turns: the most turns of a task. The last one has no calls.
-        max_tokens: the most tokens of a task, of all turns together.
+        max_tokens: the most tokens of a task, over all its turns.
         max_seconds: the most seconds of a task; None = no limit. The text written so far is kept.
         tool_seconds: the most seconds of a function. If it takes longer, the model reads an
             error. The function's thread cannot be stopped and continues.

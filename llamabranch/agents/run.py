@@ -32,14 +32,14 @@ from .tools import MOST_FORKS, Refused, Settings, Tool, fork, shortened, text_of
 from .turns import Messages
 
 _LAST = "That was the last call. Use the results to answer the question."
-_LONG_TASK = 200  # a task of more characters is not repeated before the last turn
+_LONG_TASK = 200  # a task with more characters is not repeated before the last turn
 _ROOM = 256  # tokens and cells kept for the last turn, or an eighth of max_tokens if that is less
 _MOST_FAILED = 3  # turns in a row in which all calls failed
 _REPEATED = "made already; its result is above"
 _AROUND = 64  # tokens that a template writes around a result
 _NAMED = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _numbers = count()
-_LEAVE_S = 1.0  # the time in which a cancelled async tool has to end
+_LEAVE_S = 1.0  # how long a cancelled async tool may take to end
 
 
 def asked(messages: Messages, task: str) -> list[dict[str, object]]:
@@ -71,7 +71,7 @@ def paths(
         own = () if after is None else after.tokens
         messages = asked(before, task)
         if after is not None and after.finish_reason == "stop":
-            new = messages[len(before) :]  # otherwise the tokens may lack messages
+            new = messages[len(before) :]  # otherwise some messages may not be in the tokens
             prompt = agent.turns.following(own, before, new, is_turn=False)
         else:
             prompt = agent.turns.prompt(messages)
@@ -136,7 +136,7 @@ class AgentPath:
         task: the text that is shown for its first prompt.
         messages: the conversation, up to the message that is answered first.
         prompt: its tokens.
-        own: the tokens that the agent had before.
+        own: the tokens of the conversation before this path.
         caller: the path that this one is a fork of.
     """
 
@@ -157,7 +157,7 @@ class AgentPath:
         self._last_words = _LAST if is_long else f"{_LAST} {task}"
         self._turns, self._context = agent.turns, agent.context
         self._messages, self._tokens = [dict(message) for message in messages], list(own)
-        self._n_evaluated = len(own)  # tokens that the model has read, from the first on
+        self._n_evaluated = len(own)  # how many tokens the model has read, from the first one on
         self._is_fork = caller is not None
         self._turn: int = 0 if caller is None else caller._turn + 1
         self._n_left: int = agent.max_tokens if caller is None else caller._n_left
@@ -260,7 +260,7 @@ class AgentPath:
 
         No grammar forbids calls, because it would bend a call into an answer that looks like one.
         If the model calls anyway, it writes the turn again, with a prompt without the functions, as
-        for ``tool_choice="none"``. A first turn has that prompt at once.
+        for ``tool_choice="none"``. If the first turn is the last, it has that prompt from the start.
 
         Raises:
             _Ended: the model calls with that prompt too.
@@ -307,7 +307,7 @@ class AgentPath:
         return turn
 
     def _unknown_calls(self, turn: Turn, salt: str) -> Turn:
-        """Return the turn; if its text is only calls of unknown functions, with these calls."""
+        """Return the turn. If its text has only calls of unknown functions, add these calls."""
         unknown = set(_NAMED.findall(turn.content)) - self._agent.tools.keys()
         named = [{"type": "function", "function": {"name": name}} for name in sorted(unknown)]
         if not named:
@@ -430,7 +430,7 @@ class AgentPath:
             if any(step.text != f"error: {_REPEATED}" for step in results):
                 why = f"all calls of {_MOST_FAILED} turns failed; the last: {results[-1].text}"
                 raise _Ended("error", ToolError(why, hint="report.steps has all of them"))
-            self._limit = "repeats"  # it has its results, and only has to answer
+            self._limit = "repeats"  # it has the results already, so the next turn is the last
         return results
 
     async def _call(self, calls: Sequence[ToolCall], call: ToolCall, number: int) -> Step:

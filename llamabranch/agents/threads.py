@@ -57,10 +57,10 @@ async def all_done(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
 def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
     """Run an event loop in a thread of its own; yield a function that awaits a coroutine there.
 
-    At the end, and on Ctrl-C, all that still runs on the loop is cancelled.
+    At the end, and on Ctrl-C, everything that still runs on the loop is cancelled.
 
     Raises:
-        ClosedError: by the function: the coroutine was cancelled from inside.
+        ClosedError: raised by the function if the coroutine was cancelled from inside.
     """
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
@@ -79,8 +79,8 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
             coroutine.close()
             raise ClosedError(_CANCELLED) from None
         while not future.done() and thread.is_alive():
-            wait([future], timeout=_POLL_S)  # short, so that Ctrl-C is heard on all systems
-        # An ending loop closes generators: one that looks exhausted was cancelled.
+            wait([future], timeout=_POLL_S)  # short, so that Ctrl-C is noticed on all systems
+        # A loop that ends closes its generators, so one that looks exhausted was cancelled.
         if not future.done() or future.cancelled() or ended.is_set():
             raise ClosedError(_CANCELLED)
         return future.result()
@@ -88,7 +88,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[None, None, T]], T]]:
     def serve() -> None:
         try:
             asyncio.run(main())
-        except BaseException as error:  # a function has cancelled all tasks of its loop, perhaps
+        except BaseException as error:  # for example, a function cancelled all tasks of its loop
             if not started.done():
                 started.set_exception(error)
 

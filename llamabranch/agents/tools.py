@@ -135,7 +135,7 @@ def _checker(function: Callable[..., object]) -> Callable[[object], dict[str, ob
 
     def reason(key: str, error: BaseException) -> str:
         if isinstance(error, ValidationError):
-            with suppress(Exception):  # it asks the user's own exceptions
+            with suppress(Exception):  # it calls methods of the user's own exceptions
                 first = error.errors(include_url=False, include_input=False)[0]
                 return f"{'.'.join([key, *map(str, first['loc'])])}: {first['msg']}"
         return f"{key}: {told(error)}"

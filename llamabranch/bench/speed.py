@@ -13,9 +13,8 @@ from ..context import Context
 from ..sampling import SamplingParams
 from ..speculative import Drafter, Speculator
 
-_WARM_UP = (
-    4  # tokens before a measurement: the first step has another shape, drafters read the prompt
-)
+# Tokens before a measurement: the first step has another shape, and drafters read the prompt.
+_WARM_UP = 4
 
 
 def median(values: Sequence[float]) -> float:
@@ -41,9 +40,10 @@ class Speeds:
         return bool(self.drafted) and _mean(self.drafted, self.plain) > 1
 
     def over(self, other: Speeds) -> float:
-        """Return the speed over that of another setting, the median of the runs.
+        """Return the speed relative to another setting: the median of the runs.
 
-        It is the geometric mean over the lengths, of reading and generating, with drafts if they pay.
+        A run's value is the geometric mean of reading and generating (with drafts if they pay) at all
+        lengths.
         """
         written = self.drafted if self.drafts_pay else self.plain
         theirs = other.drafted if other.drafts_pay else other.plain
@@ -86,7 +86,7 @@ def measure(
 
     Args:
         drafter: drafts in a second generation of the same length; None = only plain decoding.
-        lengths: in increasing order, at most as many as there are ``tokens``.
+        lengths: in increasing order, none greater than the number of ``tokens``.
         n_tokens: how many tokens are generated and timed each time.
 
     Raises:

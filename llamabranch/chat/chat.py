@@ -123,7 +123,7 @@ class Chat:
         """Prevent all other calls from changing the chat in the ``with`` block.
 
         Raises:
-            BranchStateError: another thread is changing it, or a call that has called this one.
+            BranchStateError: another thread is changing it, or a call that has not returned yet.
         """
         is_ours = is_held(self._lock)
         if is_ours or not self._lock.acquire(blocking=False):
@@ -278,7 +278,7 @@ class Chat:
         return self._asked(messages_of(system, exchanges), params, self.options)
 
     def _asked(self, messages: object, sampling: SamplingParams, options: ChatOptions) -> Call:
-        """Return a call of an answer, whose prompt has been checked."""
+        """Return the call for an answer, with its prompt checked."""
         call, client = Call(self.ctx, messages, sampling, options, chats=True), self.client
         call.prepare(lambda _, request: Job(request, "0", client, 0))
         return call
@@ -358,7 +358,7 @@ class Chat:
             return last.user
 
     def fork(self) -> int:
-        """Continue on a new branch, which begins like the current one; return its number."""
+        """Continue on a new branch, which starts as a copy of the current one; return its number."""
         with self.held():
             self._end_answer()
             number = max(self._heads) + 1
@@ -386,7 +386,7 @@ class Chat:
         """Write the conversation to a JSON file; see `load`. An earlier save of this chat is replaced.
 
         Raises:
-            SnapshotError: it cannot be written, or the file is something else than this chat.
+            SnapshotError: it cannot be written, or the file exists and is not a save of this chat.
         """
         with self.held():
             self._end_answer()
@@ -472,7 +472,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "tool_calls", "length" or "capacity" (the context is full); None: no end yet."""
+        """ "stop", "tool_calls", "length" or "capacity" (the context is full); None = not ended."""
         return self.exchange.finish_reason
 
     def __iter__(self) -> Iterator[Produced]:
@@ -527,7 +527,7 @@ class Answer:
             self.end()
 
     def end(self, *, keeps_message: bool = False) -> None:
-        """End it in a call that holds the chat. ``keeps_message``: even without text."""
+        """End it in a call that holds the chat. With ``keeps_message`` the message always stays."""
         if self._has_ended:
             return
         is_running = inspect.getgeneratorstate(self._events) == inspect.GEN_SUSPENDED

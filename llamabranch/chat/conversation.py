@@ -31,7 +31,8 @@ class Exchange(TextNode):
         n_cut: how many exchanges at the beginning of the conversation the model did not see.
         thought: the thought before the answer.
         calls: the calls of functions in the answer; ``answer`` is then the text without them.
-        results: the results of the functions that the previous exchange called; then there is no message.
+        results: the results of the functions that the previous exchange called. Such an exchange has no
+            message.
     """
 
     parent: Exchange | None

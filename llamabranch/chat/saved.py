@@ -27,7 +27,7 @@ class _Model(Struct):
 
 
 class SavedChat(Struct):
-    """A chat as its file has it."""
+    """The contents of a saved chat's file."""
 
     id: str  # stays the same at each save
     model: _Model
@@ -69,7 +69,7 @@ def write_chat(
     """Save a chat, replacing an earlier save of it; ``name`` distinguishes it from others.
 
     Raises:
-        SnapshotError: it cannot be written, or the file is something else than this chat.
+        SnapshotError: it cannot be written, or the file exists and is not a save of this chat.
     """
     path, (_, *exchanges) = path_of(file), exchanges_of(branches)
     place: dict[Exchange | None, int] = {exchange: i for i, exchange in enumerate(exchanges)}

@@ -26,8 +26,7 @@ class KLStatistics(NamedTuple):
     Attributes:
         mean: the mean KL divergence of the base's distribution from the model's, nats.
         perplexity, base_perplexity: the perplexities of the model and of the base.
-        p_change_rms: the root of the mean square of the change of the probability of the token in the
-            text.
+        p_change_rms: the root mean square of the change in the probability of the text's token.
         same_top: the share of tokens at which both have the same most probable token.
     """
 
@@ -79,7 +78,8 @@ def divergence(
 ) -> KLDivergence:
     """Compare a model with a base model on a text: KL divergence, perplexities, agreement.
 
-    Each chunk is read by the base, whose logits of half a chunk stay in memory, and then by the model.
+    The base reads each chunk first, and its logits for half of it stay in memory. Then the model reads
+    the chunk.
 
     Args:
         base, ctx: contexts of the two models, which a window fits into. Their other branches are not

@@ -70,7 +70,7 @@ class Chunked:
         Args:
             ctx: a context that a chunk fits into, see `check_room`. Its other branches are not touched.
             chunks: token ids, ``window`` each.
-            value: called for each scored token; the order of the chunks of a decode is not defined.
+            value: called for each scored token. The order of chunks in one decode is not defined.
             progress: called after each decode.
         """
         first = self.window // 2

@@ -1,8 +1,8 @@
 """Models that are on this machine: in the Hugging Face cache or in a Python package.
 
-Only names of files are read. Neither the package is imported nor huggingface_hub, which takes a while.
-Returned paths are those in a snapshot, never the blobs that they link to: a blob is named after its hash,
-and llama.cpp finds shards by their names.
+Only names of files are read. Neither the package nor huggingface_hub is imported; importing the latter
+takes a while. Returned paths are those in a snapshot, never the blobs that they link to: a blob is
+named after its hash, and llama.cpp finds shards by their names.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def hub_cache() -> Path:
 def find(spec: HubSpec) -> Path | None:
     """Return the file, or the first shard, of the model that ``spec`` names, if all its files are here.
 
-    As huggingface_hub does, it looks in the snapshot of the revision, or of the main branch; without a
-    revision also in the Python package that has files of the repository.
+    Like huggingface_hub, it looks in the snapshot of the revision, or of the main branch. Without a
+    revision it also looks in the Python package that has files of the repository.
     """
     for folder in _folders(spec):
         paths = [path for path in folder.rglob("*.gguf") if path.is_file()]  # no dangling links
@@ -56,7 +56,7 @@ def _folders(spec: HubSpec) -> Iterator[Path]:
     """Yield the folders that can have files of a repository."""
     folder = hub_cache() / f"models--{spec.repository.replace('/', '--')}"
     commit = spec.revision or "main"
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # else it is a commit itself
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # otherwise the revision is a commit
         commit = (folder / "refs" / commit).read_text("utf-8").strip()
     if re.fullmatch(r"\w{1,64}", commit, re.ASCII):
         yield folder / "snapshots" / commit

@@ -93,7 +93,7 @@ def find_entry(name: str) -> CatalogueEntry | None:
 def default_model() -> str:
     """Return the name of the model that commands use if the user names none.
 
-    It is SmolLM2, an instruct model, if that is on this machine; otherwise the bundled target.
+    It is SmolLM2, an instruct model, if it is on this machine, and otherwise the bundled target.
     """
     entry = find_entry(DEFAULT_MODEL)
     return BUNDLED_TARGET if entry is None or entry.path is None else DEFAULT_MODEL

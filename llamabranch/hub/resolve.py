@@ -95,7 +95,7 @@ def fetch(name: str | os.PathLike[str]) -> Path:
 
 
 def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
-    """Return the repository that a name means; None for a path and for a name of ``models.txt``."""
+    """Return the repository that a name refers to; None for a path or a name of ``models.txt``."""
     if not isinstance(name_or_path, str) or os.path.exists(name_or_path):
         return None
     return HubSpec.parse(name_or_path)
@@ -143,7 +143,7 @@ def _unknown(text: str, path: Path) -> ConfigError:
 
 
 def _made_here(entry: CatalogueEntry, tag: str, download: bool | None) -> Path:
-    """Return the file of ``NAME:TAG``, which is made when it is first used, completely or not at all."""
+    """Return the file of ``NAME:TAG``, made when it is first used; no incomplete file is left."""
     name, file_type = entry.name, tag.upper()
     if file_type not in entry.made_here:
         hint = f"{name} is {entry.file}"

@@ -119,7 +119,7 @@ class Ended(Record, tag="end", kw_only=True):
 class Kept(Record, tag="keep", kw_only=True):
     """A round of speculation of a node, as the page gets it.
 
-    Version 0.4 also kept comparisons and searches. They are read, and not kept.
+    Version 0.4 also kept comparisons and searches. Those are read and dropped.
     """
 
     id: str
@@ -184,7 +184,7 @@ class Node(TextNode):
 
     @property
     def at(self) -> int:
-        """How many tokens of its parent's text it begins with."""
+        """How many tokens its text takes from the beginning of its parent's."""
         return self.made.at
 
     @property
@@ -324,7 +324,7 @@ class Document:
     @staticmethod
     def put(node: Node, new: Tokens) -> None:
         """Put tokens into a node: append them, or replace known ones."""
-        # The ids last: another thread that reads finds numbers for all ids.
+        # The ids come last, so that no thread reads an id whose numbers are missing.
         columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
         is_whole = all(len(getattr(new, name)) == n for name in columns)
         if not 0 <= new.at <= len(node.ids) or not is_whole:
@@ -368,7 +368,7 @@ class Document:
         return [Pieces(p=new)] if new else []
 
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
-        """Return the text of tokens as UTF-8. ``names``: control tokens give their names."""
+        """Return the text of tokens as UTF-8. With ``names``, control tokens are written by name."""
         return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
 
     def written(self, ids: Iterable[int]) -> str:

@@ -59,7 +59,7 @@ def items_of(document: Document) -> list[Item]:
     Bookmarks and notes are on the last item of a node.
     """
     cuts: dict[Node, set[int]] = {}
-    owners: dict[Node, Node | None] = {}  # for each node the one in whose own tokens it begins
+    owners: dict[Node, Node | None] = {}  # for each node, the node whose own tokens it continues
     for node in document.shown():
         if node.deleted or not (node.parent is None or node.parent in cuts):
             continue

@@ -34,8 +34,8 @@ from .turns import answers
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
-_FEW = 64  # up to so many tokens are processed without showing progress
-_HELD = 8  # a tag or a character that is not complete has at most so many tokens
+_FEW = 64  # up to this many tokens are processed without showing progress
+_HELD = 8  # an incomplete tag or character has at most this many tokens
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
 _encode = msgspec.json.encode

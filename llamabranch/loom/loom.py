@@ -55,7 +55,7 @@ class TextSettings(Struct, kw_only=True):
 
 
 class BarFields(TextSettings, kw_only=True, omit_defaults=True):
-    """The settings of the bar beside Continue."""
+    """The settings of the bar next to Continue."""
 
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -161,7 +161,7 @@ class Loom(Live):
             self.call(self.emit, "model", {"loading": self._loading})
 
     def again(self, cid: str) -> dict[str, object] | None:
-        """Return the answer to a request that was done before, also by an earlier process; else None."""
+        """Return the answer to a request that was already done, even by an earlier process, or None."""
         r, document = self.document.asked.get(cid), self.document
         if r is None:
             return None

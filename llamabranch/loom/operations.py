@@ -101,7 +101,8 @@ def _same_tokens(
 ) -> tuple[int, str]:
     """Return how many of the tokens an edited text keeps, and the rest of the text.
 
-    The kept tokens are whole characters. With ``special`` a control token's name stands for it.
+    The kept tokens are whole characters. With ``special``, the name of a control token in the text
+    counts as that token.
     """
     words = [document.bytes_of([token], names=special) or b"\xff" for token in ids]
     n, n_characters = common(words, [character.encode() for character in text])[-1]

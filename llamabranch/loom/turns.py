@@ -1,8 +1,7 @@
 """Conversations in a document: turns are rendered by the model's chat template.
 
-The template renders the whole conversation each time. The page keeps the text's
-tokens up to the first that is rendered differently, and forks there: many templates leave out earlier
-thoughts.
+The template renders the whole conversation each time. The page keeps the text's tokens up to the first
+one that is rendered differently, and forks there, because many templates leave out earlier thoughts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..model.tools import Tools, conversation
 from ..request.openai import answer_message
 from .document import Document, Made, Node, Turn
 
-_CONTROL = b"\xff"  # before the id of a control token: UTF-8 has no such byte
+_CONTROL = b"\xff"  # written before the id of a control token, because UTF-8 never has this byte
 
 
 class Talk(NamedTuple):

@@ -35,7 +35,7 @@ def _compiled(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}``, which marks the assistant's text for training: its content is rendered."""
+        """``{% generation %}``, which marks the assistant's text for training. It is rendered."""
 
         tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 

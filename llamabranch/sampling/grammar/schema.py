@@ -111,7 +111,7 @@ def _n_values(items: object, document: Schema) -> int:
 
 
 def value(model: type | None, text: str) -> object:
-    """Return the value of a JSON text, as an instance of any ``model``; or raise ParseError."""
+    """Return the value of a JSON text, as an instance of ``model`` if it is set; or raise ParseError."""
     read = json.loads if model is None else _adapter(model).validate_json
     try:
         return read(text)

@@ -44,12 +44,13 @@ class Branch(TextNode):
     """A text: a sequence of the cache, its tokens and its sampler.
 
     Create one with :meth:`start`, :meth:`create` or :meth:`fork`. :meth:`prune`, or the end of its
-    ``with`` block, frees its sequence; so does Python when it collects a forgotten branch.
+    ``with`` block, frees its sequence. So does garbage collection, if you drop the branch.
 
     Attributes:
         ctx: the context that holds it.
         parent: the branch that this one was forked from; None for a root.
-        sequence: its tokens, sampler and logits, in step with the K/V cache; for drafters, not for users.
+        sequence: its tokens, sampler and logits, in step with the K/V cache. This is for drafters, not
+            for users.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Branch(TextNode):
         *,
         beginning: Sequence[int] = (),
     ) -> Branch:
-        """Return an empty branch, with the arguments and errors of ``start``; call ``prefill`` next.
+        """Return an empty branch; call ``prefill`` next. Arguments and errors: see ``start``.
 
-        ``beginning``: the tokens that it will begin with, if known; the prefix cache may have them.
+        ``beginning`` has the tokens that it will begin with, if known: the prefix cache may have them.
         """
         text_context("ctx", ctx)
         params = settings_of(sampling)
@@ -103,12 +104,12 @@ class Branch(TextNode):
         on_prompt_progress: OnPromptProgress | None = None,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
-        """Return a branch that begins with ``prompt``. It reuses the part that the prefix cache has.
+        """Return a branch that begins with ``prompt``. The part that the prefix cache has is reused.
 
         Args:
             ctx: the context that holds it.
-            prompt: text, token ids, or messages (``[{"role": "user", "content": "Hello"}]``). Text
-                is tokenized with the model's BOS token if it has one. Messages are written by the
+            prompt: text, token ids, or messages (``[{"role": "user", "content": "Hello"}]``). Text is
+                tokenized with the model's BOS token, if it has one. Messages are rendered by the
                 model's chat template.
             grammar: constrains the generated text.
             sampling: settings.
@@ -151,7 +152,7 @@ class Branch(TextNode):
         if self.sequence.is_pruned or self.ctx.closed:
             return f"<{about}>"
         score = ""
-        with suppress(BranchStateError):  # no generated tokens, or some without a surprisal
+        with suppress(BranchStateError):  # no generated tokens, or some have no surprisal
             score = f", perplexity {self.perplexity():.2f}"
         tail = b"".join(map(self.ctx.model.piece, self.sequence.shown[-64:]))
         return f"<{about}: {last_words(tail.decode('utf-8', 'replace'), 24)!r}{score}>"
@@ -195,7 +196,7 @@ class Branch(TextNode):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in effect; a seed in them is the current one, also after ``reseed``."""
+        """The settings in effect, with the current seed, even after ``reseed``."""
         return self.sequence.sampling
 
     @property
@@ -260,12 +261,12 @@ class Branch(TextNode):
     def perplexity(self, since: str = "prompt") -> float:
         """Return exp(mean surprisal) of the generated tokens, under the model's own distribution.
 
-        Tokens of the prompt and of ``append`` do not count. If there is no prompt, the first token
-        does not count either.
+        Tokens of the prompt and of ``append`` do not count. Without a prompt, the first token does not
+        count either.
 
         Args:
-            since: "prompt" = all generated tokens, including inherited ones; "fork" = those after the
-                fork.
+            since: "prompt" = all generated tokens, including inherited ones; "fork" = only those after
+                the fork.
 
         Raises:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
@@ -277,7 +278,8 @@ class Branch(TextNode):
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
         """Return the sum of log p of the tokens that ``perplexity`` counts; 0 without tokens.
 
-        Every token lowers it, so compare only texts of equal length. ``base``: "nats" or "bits".
+        Every token lowers it, so compare only texts with the same number of tokens. ``base``: "nats" or
+            "bits".
         """
         with self._lock:
             return scorer.log_likelihood(self.sequence, since) / log_base(base)
@@ -286,13 +288,13 @@ class Branch(TextNode):
         """Score a text as the continuation of this branch, which does not change.
 
         Args:
-            text: token ids, or text. Text is tokenized by itself and without a BOS token, so begin
-                it with a space if it needs one. Control tokens that are written in it stay text.
-            top: how many of the most probable tokens to give for each token.
+            text: token ids, or text. Text is tokenized by itself and without a BOS token, so begin it
+                with a space if it needs one. Control tokens written in it stay text.
+            top: how many of the most probable tokens to return for each token.
 
         Returns:
-            for each token its log-probability, rank and entropy, and the most probable tokens there, all
-            under the model's own distribution, without sampling settings and grammar.
+            for each token its log-probability, rank and entropy, and the most probable tokens at its
+            position, all under the model's own distribution, without sampling settings or grammar.
 
         Raises:
             BranchStateError, ConfigError, TokenizeError, CacheFullError, DecodeError: nothing has
@@ -315,8 +317,8 @@ class Branch(TextNode):
                 Tokens that the branch already has count as cached.
 
         Raises:
-            TokenizeError, CacheFullError, DecodeError: the branch is as before. That also holds for
-                errors that ``on_prompt_progress`` raises.
+            TokenizeError, CacheFullError, DecodeError, and errors of ``on_prompt_progress``: the branch
+                is as before.
         """
         with self._lock:
             self.sequence.read(token_list(tokens), as_prompt=True, report=on_prompt_progress)
@@ -328,15 +330,15 @@ class Branch(TextNode):
         parse_special: bool = True,
         on_prompt_progress: OnPromptProgress | None = None,
     ) -> None:
-        """Append text that the model reads but did not generate, such as the next message of a user.
+        """Append text that the model reads but did not generate, such as a user's next message.
 
-        Its tokens count for penalties. They are not part of ``generated`` and have no surprisal. A
-        grammar starts again after them.
+        Its tokens count for penalties. They are not part of ``generated`` and have no surprisal. After
+        them, a grammar starts from its beginning.
 
         Args:
-            text: token ids, or text, which is tokenized by itself and without a BOS token. For a
-                chat turn pass everything that the template writes between two answers, including
-                the EOG token.
+            text: token ids, or text, which is tokenized by itself and without a BOS token. For a chat
+                turn, pass everything that the template writes between two answers, including the EOG
+                token.
             parse_special: whether control tokens written in a text, such as ``<|im_end|>``, become
                 their ids. Pass False for text from others, which must not end a turn.
             on_prompt_progress: as for ``prefill``.
@@ -351,7 +353,7 @@ class Branch(TextNode):
             self.sequence.read(token_list(text), report=on_prompt_progress)
 
     def produce(self) -> Produced:
-        """Return the next token without appending it; it depends on logits, settings, seed and position.
+        """Return the next token, which depends on logits, settings, seed and position; do not append it.
 
         Raises:
             BranchStateError: pruned or empty. GrammarError: the grammar allows no token.
@@ -389,10 +391,10 @@ class Branch(TextNode):
     ) -> Generation:
         """Return an iterator that generates tokens (:class:`Produced`) while you iterate.
 
-        It ends at an EOG token, after ``max_tokens``, or when the text contains a stop string. The branch
-        does not keep the EOG token; it is yielded only if text was held back for a stop string. The
-        branch keeps the stop string, but the yielded text does not have it. ``finish_reason`` is "stop",
-        "length" or "constraint".
+        It ends at an EOG token, after ``max_tokens``, or when the text contains a stop string. The
+        branch does not keep the EOG token; it is yielded only if text was held back for a stop string.
+        The branch keeps the stop string, but the yielded text does not include it. ``finish_reason`` is
+        "stop", "length" or "constraint".
 
         Between two tokens you may read, fork, rewind or extend the branch; the generation continues from
         there.
@@ -401,22 +403,22 @@ class Branch(TextNode):
             max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
             stop: strings that end the text.
             drafter: proposes tokens; None = plain decoding. The branch keeps the drafter's state until
-                you pass another drafter, and its forks begin with copies of the state.
-            config: how much to draft, and by which rule drafts are accepted.
+                you pass another drafter, and its forks start with copies of the state.
+            config: how much to draft, and which rule accepts drafts.
             top_logprobs: how many alternatives to report with each token.
             constraint: a function that gets the text generated since the last prompt or appended token,
-                and returns False if no valid text can start with it; or an object with ``prefix``, which
-                is such a function, and ``complete``, which says whether the text may end. Each draw
-                puts all tokens in an order and takes the first allowed one. So a constraint that
-                allows everything leaves the text as it would be without it. If no token is allowed,
-                the text ends. Drafts are accepted by the rule "seeded".
+                and returns False if no valid text can start with it. Or an object with two methods:
+                ``prefix`` is such a function, and ``complete`` says whether the text may end. Each draw
+                puts all tokens in an order and takes the first allowed one, so a constraint that allows
+                everything does not change the text. If no token is allowed, the text ends. Drafts are
+                accepted by the rule "seeded".
 
         Raises:
             ConfigError, UnsupportedError, VocabularyMismatchError: nothing has begun.
             BranchStateError: another generation of this branch has not ended.
-            CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
-                and any other error, text that was held back is yielded with ``is_stop`` and the token
-                id -1.
+            CacheFullError: no cell is left; the branch has all tokens that were yielded. Before this or
+                any other error, text that was held back is yielded with ``is_stop`` and the token id
+                -1.
         """
         output, n = OutputBuffer(max_tokens, stop), whole("top_logprobs", top_logprobs, 0)
         drafting = Drafting(self.ctx, drafter, config)
@@ -426,15 +428,15 @@ class Branch(TextNode):
         return Generation(drafting, self.sequence, output, n, constraint=state, owner=self)
 
     def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
-        """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
+        """Return a copy of the last token's hidden state, float32 (n_embd,); see ``hidden_states``."""
         return self.hidden_states(layer, max(0, self.position - 1)).ravel()
 
     def hidden_states(self, layer: int = -1, start: int = 0) -> npt.NDArray[np.float32]:
-        """Return the hidden states of the tokens from ``start`` to the end, float32 (n, n_embd), a copy.
+        """Return a copy of the hidden states of the tokens from ``start`` on, float32 (n, n_embd).
 
-        After the first call for an inner layer, the context keeps that layer's states of each token
-        that it decodes, 4 x n_embd bytes each. Tokens decoded before that are decoded again, in a
-        sequence of their own. For the last layer this happens at each call.
+        After the first call for an inner layer, the context keeps that layer's states of every token
+        that it decodes, 4 x n_embd bytes per token. Tokens decoded earlier are decoded again in a
+        separate sequence. For the last layer, this happens in every call.
 
         Args:
             layer: how many layers the states have passed through, as in Hugging Face's
@@ -445,7 +447,7 @@ class Branch(TextNode):
         Raises:
             BranchStateError: the branch is empty or pruned. ConfigError: no such layer or position.
             UnsupportedError: llama.cpp does not provide the layer, or a head reads other layers.
-            CapacityError: no free sequence or cells to decode tokens again.
+            CapacityError: no sequence or no cells are free to decode tokens again.
         """
         with self._lock:
             self.sequence.check_usable()
@@ -463,11 +465,11 @@ class Branch(TextNode):
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: which rows to return, "last" or "all". A row takes 4 V bytes, with V the size of
+            logits: which rows to return, "last" or "all". A row takes 4 V bytes, where V is the size of
                 the vocabulary.
 
         Returns:
-            the logits after the last token or, with "all", after each token, float32 (V,); copies.
+            copies of the logits after the last token or, with "all", after each token, float32 (V,).
 
         Raises:
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
@@ -486,7 +488,7 @@ class Branch(TextNode):
         """
         with self._lock:
             self.sequence.check_usable()
-            with suppress(CapacityError):  # otherwise both decode the last token when needed
+            with suppress(CapacityError):  # if it fails, both decode the last token when needed
                 self.sequence.settle()
             sampler = self.sequence.sampler
             if sampler.constraint is not None:  # it belongs to a generation
@@ -496,8 +498,9 @@ class Branch(TextNode):
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children; the i-th has a seed derived from this branch's seed and i.
 
-        A second call at the same place gives the same children again, unless you call ``reseed()`` in
-        between. If there are too few sequences (SequencesExhaustedError), no child is created.
+        A second call at the same position returns the same children again, unless you call ``reseed()``
+        in between. If there are too few sequences, it raises SequencesExhaustedError and creates no
+        child.
         """
         n = whole("n", n, 0)
         children: list[Branch] = []
@@ -533,9 +536,9 @@ class Branch(TextNode):
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` to the end, as if they had never been decoded.
 
-        If this memory cannot be cut, the branch returns to its or its parent's last checkpoint
-        before ``position`` and decodes the tokens after that checkpoint again. Without a checkpoint
-        all kept tokens are decoded again.
+        If this memory cannot be cut, the branch goes back to its own or its parent's last checkpoint
+        before ``position``, and decodes the tokens after it again. Without a checkpoint, it decodes all
+        remaining tokens again.
         """
         with self._lock:
             self.sequence.check_usable()
@@ -576,13 +579,13 @@ class Branch(TextNode):
             parent.prune()
 
     def detach(self) -> None:
-        """Become a root. The parent stays, and no longer has this branch as a child."""
+        """Become a root. The parent stays, but no longer has this branch as a child."""
         with self._lock:
             self.sequence.check_usable()
             self.hang(None)
 
     def hang(self, parent: Branch | None, at: int = 0) -> None:
-        """Move this branch below another one, which begins with the same ``at`` tokens; not for users."""
+        """Move this branch below another that begins with the same ``at`` tokens; not for users."""
         super().hang(parent)
         self.sequence.hang(None if parent is None else parent.sequence)
         self.sequence.at = at
@@ -607,7 +610,7 @@ class Branch(TextNode):
 
         Raises:
             SnapshotError: it is from another model, K/V type or RoPE setting, or is inconsistent.
-            SequencesExhaustedError, CacheFullError: not enough free sequences or cells; ``ctx`` is as
+            SequencesExhaustedError, CacheFullError: too few free sequences or cells; ``ctx`` is as
                 before.
         """
         instance("snapshot", snapshot, Snapshot)
@@ -621,7 +624,7 @@ class Branch(TextNode):
 
         Args:
             trusted: accept K/V that cannot be checked because this llama.cpp writes it in an unknown
-                layout. Use it only for files that you know are not forged.
+                layout. Use this only for files that you know were not tampered with.
 
         Raises:
             SnapshotError: the file does not exist, is damaged, or failed a check.

@@ -1,4 +1,4 @@
-"""A generation of one text, as an iterator over its tokens."""
+"""The generation of one text, as an iterator over its tokens."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ class Generation:
         """Begin a generation, for ``Branch.generate`` and similar calls.
 
         Args:
-            drafting: how the text is drafted.
-            text: has read its prompt.
-            output: has the limits and takes the tokens.
-            n_alternatives: how many of the most probable tokens are reported with each token.
+            drafting: how to draft.
+            text: the text, which has read its prompt.
+            output: sets the limits and receives the tokens.
+            n_alternatives: how many of the most probable tokens to report with each token.
             constraint: applies to the text after the last token that was read, not generated.
-            owner: the object that frees the text's sequence when it is deleted, such as a branch.
-                It is kept alive until the generation ends.
-            release: called at the end, to free a text that nobody else will continue.
+            owner: the object, such as a branch, that frees the text's sequence when it is deleted. It
+                is kept alive until the generation ends.
+            release: called at the end, to free a text that no one else will continue.
         """
         self.seed = text.seed
         self.stats = SpeculativeStats()
         self._output = output
-        # The generator holds no reference to this object, so deleting this object ends it at once.
+        # The generator has no reference to this object, so deleting this object ends the generator at
+        # once.
         self._tokens = _tokens(
             drafting, text, output, n_alternatives, constraint, self.stats, owner, release
         )
@@ -59,8 +60,7 @@ class Generation:
     def text(self) -> str:
         """The text of the yielded tokens, without the stop string that ended it.
 
-        After ``close`` it includes text that was held back as a possible beginning of a stop
-        string.
+        After ``close``, it includes text that was held back because a stop string might begin there.
         """
         return self._output.text
 
@@ -80,12 +80,12 @@ class Generation:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds spent generating, without the time for the prompt and the time between two calls."""
+        """Seconds spent generating, not counting the prompt and the time between calls."""
         return self._output.elapsed_s
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of ``elapsed_s``; nan before the first token."""
+        """Generated tokens divided by ``elapsed_s``; nan before the first token."""
         n = len(self._output.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 
@@ -115,7 +115,7 @@ class Generation:
         return self
 
     def close(self) -> None:
-        """Stop here. A branch you passed keeps exactly the yielded tokens. Idempotent."""
+        """Stop here. If you passed a branch, it keeps exactly the yielded tokens. Idempotent."""
         self._tokens.close()
 
 
@@ -129,7 +129,7 @@ def _tokens(
     owner: object,
     release: Callable[[], None] | None,
 ) -> Generator[Produced, None, None]:
-    """Yield the tokens of a generation; at the end, free its draft states and add its counts."""
+    """Yield the tokens of a generation; at the end, free its draft states and add up its counts."""
     with text.generating():
         is_consumed = True  # False while a token is yielded: the generator may be closed there
         text.finish_reason = output.finish_reason

@@ -1,8 +1,8 @@
-"""Scores of texts: ``score`` for the continuation of a text, ``read_alone`` for texts that stand alone.
+"""Scores: ``score`` is for the continuation of a text, ``read_alone`` for texts by themselves.
 
 The last token of a text is not decoded. Each row of logits is read as soon as it is computed. Existing
-texts do not change, and nothing is left in the cache. In an exact context the numbers do not depend, to
-the bit, on which texts are read together.
+texts do not change, and nothing is left in the cache. In an exact context, the numbers are the same to
+the bit, whichever texts are read together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..errors import BranchStateError, ConfigError
 from ..generation.text import Text
 from ..model import Model, TokenIds, token_list
 
-# Called with the number of a text, the index of one of its tokens, and the logits before that token,
-# which are valid until it returns.
+# Called with the number of a text, the index of a token in it, and the logits before that token. The
+# logits are valid until the function returns.
 Show = Callable[[int, int, LogitsRow], None]
 
 
@@ -73,12 +73,13 @@ def _surprisals(text: Text, since: str) -> list[float]:
 
 
 def score(ctx: Context, text: Text, tokens: Sequence[int], top: int) -> list[TokenScore]:
-    """Return the scores of tokens as the continuation of a text, with the ``top`` most probable ones.
+    """Return the scores of tokens that continue a text, with the ``top`` most probable tokens.
 
-    Hold the lock. The tokens are decoded in the sequence of the text if its memory can drop them again.
+    Hold the lock. The tokens are decoded in the text's own sequence, if its memory can drop them
+    afterwards.
 
     Raises:
-        CacheFullError: the tokens are more than the free cells. SequencesExhaustedError: this memory
+        CacheFullError: there are more tokens than free cells. SequencesExhaustedError: this memory
             needs a free sequence. BranchStateError, DecodeError: nothing has changed.
     """
     text.check_usable()
@@ -107,11 +108,11 @@ def score(ctx: Context, text: Text, tokens: Sequence[int], top: int) -> list[Tok
 
 
 def read_alone(ctx: Context, texts: Sequence[Sequence[int]], first: int, show: Show) -> None:
-    """Decode texts that stand alone, each in a free sequence; show the logits from token ``first`` on.
+    """Decode texts, each in a free sequence; pass the logits from token ``first`` on to ``show``.
 
     Raises:
-        CacheFullError, SequencesExhaustedError: the texts do not fit together. DecodeError, and errors of
-            ``show``: all sequences are returned.
+        CacheFullError, SequencesExhaustedError: not all texts fit at the same time. DecodeError, and
+            errors of ``show``: all sequences have been freed.
     """
     with ctx.lock:
         ctx.decoder.make_room(min(sum(map(len, texts)) - len(texts), ctx.kv_cache.n_free))
@@ -128,7 +129,7 @@ def read_alone(ctx: Context, texts: Sequence[Sequence[int]], first: int, show: S
 def _decode(
     ctx: Context, seq_ids: Sequence[int], texts: Sequence[Sequence[int]], first: int, show: Show
 ) -> None:
-    """Decode texts without their last tokens; show the logits of all tokens from ``first`` on."""
+    """Decode texts without their last tokens; pass the logits from token ``first`` on to ``show``."""
     batch, shown = Batch(), list[tuple[int, int]]()
     for number, (seq_id, tokens) in enumerate(zip(seq_ids, texts, strict=True)):
         batch.add(seq_id, tokens[:-1], first - 1)

@@ -1,7 +1,7 @@
-"""A branch copied out of its context: its state, its file, and the checks before it is restored.
+"""A branch copied out of its context: its state, its file, and the checks before restoring it.
 
-The file is read as untrusted input, and the K/V is checked cell by cell before llama.cpp gets it, because
-whoever changes the file can recompute its checksums.
+The file is treated as untrusted input. The K/V is checked cell by cell before llama.cpp gets it,
+because anyone who changes the file can recompute its checksums.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Snapshot:
 
     @property
     def arrays(self) -> Arrays:
-        """The arrays, as a file has them."""
+        """The arrays as they are in a file."""
         return Arrays(self.tokens, self.surprisals, self.logits, self.state)
 
     @property
     def n_bytes(self) -> int:
-        """Size of the arrays in bytes."""
+        """The size of the arrays in bytes."""
         return sum(array.nbytes for array in self.arrays)
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file does not exist, is damaged, is not a snapshot, or does not fit
                 ``ctx``.
-            CacheFullError: ``ctx`` has not enough free cells.
+            CacheFullError: ``ctx`` does not have enough free cells.
         """
         path = path_of(path)
         try:
@@ -154,14 +154,14 @@ class Snapshot:
     # -- trust -------------------------------------------------------------------------------------
 
     def check(self, ctx: Context, *, trusted: bool = False) -> None:
-        """Raise an error unless ``ctx`` can restore this, as far as one can check without llama.cpp.
+        """Raise an error unless ``ctx`` can restore this, as far as we can tell without llama.cpp.
 
         Args:
-            trusted: accept K/V that cannot be checked because this llama.cpp writes it in a form unknown
-                here.
+            trusted: accept K/V that cannot be checked because this llama.cpp writes it in an unknown
+                form.
 
         Raises:
-            SnapshotError: another model or settings, or inconsistent parts.
+            SnapshotError: a different model or settings, or inconsistent parts.
             UnsupportedError: the K/V cannot be checked, and ``trusted`` is False.
             CacheFullError: not enough free cells.
         """
@@ -195,7 +195,7 @@ class Snapshot:
 
 
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
-    """Raise an error unless ``n_tokens`` fit and ``n_state`` bytes are possible for so many tokens."""
+    """Raise an error unless ``n_tokens`` fit and can have a state of ``n_state`` bytes."""
     layout = ctx.kv_cache.state_layout
     if layout is None:
         return
@@ -248,7 +248,7 @@ def _parse(metadata: bytes) -> Snapshot:
 
 
 def capture(sequence: Text, sampling: SamplingParams) -> Snapshot:
-    """Return a copy of the sequence's state; ``sampling`` are its settings with the seed in effect.
+    """Return a copy of the sequence's state; ``sampling`` has its settings with the seed in effect.
 
     Raises:
         BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
@@ -287,10 +287,11 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
     """Restore a snapshot into an empty sequence.
 
     Raises:
-        SnapshotError: it is from another model or setting, or is inconsistent; or its settings or its
-        grammar do not fit the tokens or the model.
+        SnapshotError: it is from another model or setting, or is inconsistent, or its settings or
+            grammar do not fit the tokens or the model.
         CacheFullError: not enough free cells.
-        After an error the sequence may hold anything: release it.
+
+    After an error, the sequence may contain anything, so release it.
     """
     ctx = sequence.ctx
     snapshot.check(ctx, trusted=trusted)

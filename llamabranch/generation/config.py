@@ -17,19 +17,19 @@ class SpeculativeConfig:
     """The settings of speculative decoding.
 
     Args:
-        draft_k: tokens to draft in each round, 0 to 256. "auto" measures while it runs and drafts
-            the number of tokens with the highest throughput, or none if drafting does not pay.
-            Nothing is drafted with ``max_tokens=2``: the first token comes from the prompt's
-            logits, and the last one needs no draft.
+        draft_k: tokens to draft in each round, 0 to 256. "auto" measures as it runs and drafts the
+            number of tokens with the highest throughput, or none if drafting does not pay. With
+            ``max_tokens=2`` nothing is drafted, because the first token comes from the prompt's logits
+            and the last one needs no draft.
         max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, in
             nats; None = never. The decision does not depend on the drawn token, so it is lossless.
         rule: how drafted tokens are accepted: "seeded", "token" or "block". All three are lossless:
             they keep the target's distribution. Under "seeded" the text also equals the text of
             plain decoding with the same seed. At temperature 0 this holds for all three. With a
-            draft model and a temperature above 0, "block" accepts the most tokens. You may pass a
-            rule of your own: a function with the arguments of `token_rule`. `rule_error` computes
-            by enumeration whether it is lossless.
+            draft model and a temperature above 0, "block" accepts the most tokens. You may pass your
+            own rule, a function with the arguments of `token_rule`; `rule_error` checks by enumeration
+            whether it is lossless.
 
     Raises:
         ConfigError: a value out of range.

@@ -20,14 +20,14 @@ from .verify import Rule, rule_name
 class DraftStates:
     """Keeps the draft states of one drafter between generations.
 
-    A text has at most one draft state, which belongs to the drafter that drafted last for this
-    text. The state is kept between generations, so that the drafter decodes no text twice. A text
-    without a state gets a fork of its nearest ancestor's state, or a new state. When a kept state
-    is used again, ``observe`` tells it how many of its tokens the text still has. When a draft
-    model runs out of sequences, the least recently used states are closed.
+    A text has at most one draft state, from the drafter that last drafted for it. The state is kept
+    between generations, so that the drafter decodes no text twice. A text without a state gets a fork
+    of its nearest ancestor's state, or a new state. When a kept state is used again, ``observe`` tells
+    it how many of its tokens the text still has. When a draft model runs out of sequences, the least
+    recently used states are closed.
 
-    Only one thread at a time uses or forks a state. No lock is held while a method of a state runs,
-    because that method may wait for a context's lock.
+    Only one thread at a time uses or forks a state. No lock is held while a state's method runs,
+    because the method may wait for a context's lock.
 
     Args:
         drafter: makes the states.
@@ -57,7 +57,7 @@ class DraftStates:
         return state
 
     def give_back(self, text: Text, state: DraftState, tokens: Sequence[int] | None) -> None:
-        """Keep the state that ``take`` has returned until the text's next generation, or free it.
+        """Keep the state that ``take`` returned until the text's next generation, or free it.
 
         ``tokens``: the tokens of the text that the state has seen; None = free the state.
         """
@@ -79,9 +79,9 @@ class DraftStates:
     ) -> _Kept | None:
         """Mark the state of ``holder`` as used and return it; return None if ``text`` cannot use it.
 
-        The state can be used if no other thread uses it, if it belongs to this drafter, and if it
-        was made for the same rule and for drafts from the same position on. With ``draws_alike`` it
-        must also have been made for the same seed and settings.
+        The state can be used if no other thread uses it, if it belongs to this drafter, and if it was
+        made for the same rule and the same first drafted position. With ``draws_alike`` it must also
+        have been made for the same seed and settings.
         """
         n = 4 if draws_alike else 2
         with _lock:
@@ -107,7 +107,7 @@ class DraftStates:
                     with _lock:
                         kept.is_used = False
                         is_kept = relative.draft_state is kept
-                    if not is_kept:  # another thread removed or replaced it meanwhile
+                    if not is_kept:  # another thread has removed or replaced it
                         kept.state.close()
         return self._drafter.start(text, rule_name(rule))
 
@@ -118,7 +118,7 @@ class DraftStates:
             _free(text)
 
     def _free_oldest(self) -> bool:
-        """Free the least recently used state of the drafters that share a context with this one.
+        """Free the least recently used state of any drafter that shares a context with this one.
 
         States that are in use stay. Return False if there was no state to free.
         """
@@ -138,13 +138,13 @@ class DraftStates:
 
 @dataclass(eq=False)
 class _Kept:
-    """The draft state of a text, with the result of ``_made_for`` when it was made."""
+    """A text's draft state, with the result of ``_made_for`` when the state was made."""
 
     state: DraftState
     drafter: Drafter
     made_for: tuple[Rule, int, int, SamplingParams]
-    tokens: Sequence[int] = ()  # the tokens that it had seen at its last return
-    returned: int = 0  # the number of its last return, counted over all states
+    tokens: Sequence[int] = ()  # the tokens it had seen when it was last returned
+    returned: int = 0  # the number of that return, counted over all states
     is_used: bool = True  # a thread drafts with it or forks it; no other thread may use it now
 
 

@@ -30,12 +30,12 @@ class Draft:
 
     Attributes:
         tokens: the drafted ids.
-        sources: ``sources[i]`` is the distribution that ``tokens[i]`` was drawn from. Empty if each
-            token was certain, with probability 1.
-        entropies: the entropies of the drafter's distributions, in nats. There is one for each time
-            the state asked the length for another token, even if no token was drawn after that.
-            They are NaN if the length does not read entropies. The list is empty if the state never
-            asked the length; `propose` then asks it afterwards, without an entropy.
+        sources: ``sources[i]`` is the distribution that ``tokens[i]`` was drawn from. Empty if no token
+            was drawn at random.
+        entropies: the entropies of the drafter's distributions, in nats: one for each time the state
+            asked the length for another token, even if no token was drawn after that. They are NaN if
+            the length does not read entropies. Empty if the state never asked the length; `propose`
+            then asks it afterwards, without an entropy.
         n_read: how many tokens of the text were new to the drafter.
         seconds, n_decodes: the cost of the draft. If ``seconds`` is 0, the caller measures the
             time.
@@ -62,7 +62,7 @@ class Draft:
         del self.tokens[n:], self.sources[n:], self.forced[n:]
 
 
-NO_DRAFT = Draft(stopped="off")  # of a round in which the drafter was not called
+NO_DRAFT = Draft(stopped="off")  # for a round that does not call the drafter
 
 
 class Round(NamedTuple):
@@ -82,16 +82,15 @@ class Round(NamedTuple):
 class DraftLength(ABC):
     """How many tokens one sequence drafts. It decides before each token is drawn.
 
-    Each sequence has a length of its own, made by ``stream()`` and used by one thread at a time.
-    These lengths may share measurements; any number of threads may then each use one.
+    Each sequence has its own length, made by ``stream()`` and used by one thread at a time. Lengths
+    that share measurements may be used by different threads.
 
     Attributes:
         limit: the most tokens a draft may have.
         entropy_stop: no token is drawn from a distribution with more entropy than this, in nats.
         reads_entropy: whether it uses entropies to decide or to learn; if not, they may be NaN.
         reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".
-        n_before: how many tokens of the draft came from another drafter; this one's tokens follow
-            them.
+        n_before: how many tokens of the draft came from another drafter, before this one's tokens.
     """
 
     reads_entropy: bool
@@ -116,16 +115,15 @@ class DraftLength(ABC):
     def consider(self, drafter: str) -> bool:
         """Return whether the drafter of this name should draft.
 
-        Later ``goes_on`` calls are about this drafter. A draft state calls this method before it
-        does anything else. In a chain of drafters each state calls it.
+        Later ``goes_on`` calls are about this drafter. A draft state calls this method first of all. In
+        a chain of drafters, each state calls it.
         """
         return True
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw another token after ``n_drafted`` tokens.
 
-        ``entropy`` belongs to the distribution it would be drawn from, in nats; NaN if it is not
-        known.
+        ``entropy`` is the entropy of the distribution it would be drawn from, in nats; NaN = not known.
         """
         n = self.n_before + n_drafted
         if n >= self.limit:
@@ -139,7 +137,7 @@ class DraftLength(ABC):
         return False
 
     def pays(self, n_drafted: int, entropy: float) -> bool:
-        """Return whether another token is worth its time, if no limit forbids it."""
+        """Return whether another token is worth its time, limits aside."""
         return True
 
     def learn(  # noqa: B027  (a fixed length learns nothing)
@@ -148,17 +146,17 @@ class DraftLength(ABC):
         """Learn from the rounds of all sequences that shared a decode of the target.
 
         Args:
-            rounds: one for each sequence.
-            n_tokens: how many tokens the decode had.
-            verify_s: seconds of the decode. NaN if it also read prompts, which makes its time
-                useless here.
-            n_rounds: how many rounds this reports. Plain steps are reported together, with the
-                median of their seconds, because a single slow step would mislead.
+            rounds: one round for each sequence.
+            n_tokens: the number of tokens in the decode.
+            verify_s: seconds of the decode; NaN if it also read prompts, because its time then says
+                nothing about drafts.
+            n_rounds: how many rounds this stands for. Plain steps are reported together, with the
+                median of their seconds, because a single slow step would be misleading.
         """
 
     @abstractmethod
     def explain(self) -> str:
-        """Return a description of its decisions, with the numbers behind them."""
+        """Explain its decisions, with the numbers behind them."""
 
 
 class FixedLength(DraftLength):
@@ -169,7 +167,7 @@ class FixedLength(DraftLength):
         self.reads_entropy = entropy_stop is not None
 
     def explain(self) -> str:
-        """Return the fixed number and the entropy limit."""
+        """Describe the fixed number and the entropy limit."""
         stop = f", fewer above {self.entropy_stop:g} nats" if self.reads_entropy else ""
         length = f"always {self.limit} tokens a draft{stop}" if self.limit else "no drafts"
         return f"{length}: the length is fixed"
@@ -186,17 +184,17 @@ class DraftState(Protocol):
         """
 
     def observe(self, n_tokens: int) -> None:
-        """Keep the first ``n_tokens`` of text and draft. Forget the rest (rejected or removed)."""
+        """Keep the first ``n_tokens`` of text and draft, and forget the rest (rejected or removed)."""
 
     def fork(self, target: Text) -> DraftState:
-        """Return a copy for ``target``. ``observe`` follows, with the number of equal tokens."""
+        """Return a copy for ``target``. Next, ``observe`` is called with the number of common tokens."""
 
     def close(self) -> None:
         """Free the sequences and the memory that the state holds."""
 
 
 def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
-    """Return ``drafter`` if it fits ``target``; for None return one that never drafts.
+    """Return ``drafter`` if it fits ``target``, or a drafter that never drafts for None.
 
     Raises:
         ConfigError: it is not a drafter.
@@ -214,8 +212,8 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
 def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
     """Return the draft of ``state``; measure its time and ask the length if the state did not.
 
-    Tokens beyond the chosen length are cut from the end. The length decides by the results of
-    earlier drafts and never sees these tokens, so cutting them is as lossless as not drawing them.
+    Tokens beyond the chosen length are cut off. The length decides from the results of earlier drafts
+    and never sees these tokens, so cutting them off is as lossless as not drawing them.
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
@@ -226,7 +224,7 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:
         return draft
-    draft = replace(  # the state may keep the draft it returned
+    draft = replace(  # a copy, because the state may keep its draft
         draft, tokens=list(draft.tokens), sources=list(draft.sources), entropies=[],
         forced=list(draft.forced),
     )  # fmt: skip
@@ -253,7 +251,7 @@ class DraftRequest(NamedTuple):
 
 
 class Drafter(ABC):
-    """Makes draft states. Subclass it to write a drafter of your own."""
+    """Makes draft states. Subclass it to write your own drafter."""
 
     @property
     @abstractmethod
@@ -279,8 +277,8 @@ class Drafter(ABC):
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return a draft for each request, made by this drafter's states. Default: one by one.
 
-        Override it to share work, such as one decode of a draft model for all requests. The
-        override must then set the ``seconds`` of the drafts and ask the lengths itself.
+        Override it to share work between requests, such as a draft model's decodes. The override must
+        then set the ``seconds`` of the drafts and ask the lengths itself.
         """
         return [propose(*request) for request in requests]
 
@@ -326,13 +324,12 @@ class SpeculativeStats(ConstraintStats):
     ``num_drafts`` is the number of rounds with a draft, ``num_draft_tokens`` the number of drafted
     tokens. ``num_accepted_tokens`` counts accepted tokens, without the bonus or corrected token
     after them. ``num_accepted_tokens_per_pos[i]`` is how often the (i+1)-th token of a draft was
-    accepted. ``num_tested_tokens_per_pos[i]`` is how often it was tested: all tokens before it had
-    been accepted. ``num_forced_tokens`` counts the accepted tokens that a grammar had forced.
-    ``num_draft_steps`` and ``draft_step_time_s`` leave out drafts for which the drafter first had
-    to read more than the last round's tokens: a prompt, or text that was generated while it was
-    off. ``stop_reasons`` counts why drafts were not longer. ``target_s_by_n[n]`` is the total time
-    of the target decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times are in
-    seconds.
+    accepted. ``num_tested_tokens_per_pos[i]`` is how often it was tested, because all tokens before it
+    had been accepted. ``num_forced_tokens`` counts the accepted tokens that a grammar had forced.
+    ``num_draft_steps`` and ``draft_step_time_s`` leave out drafts before which the drafter had to read
+    more than the last round's tokens, such as a prompt or text that was generated while it was off.
+    ``stop_reasons`` counts why drafts were not longer. ``target_s_by_n[n]`` is the total time of the
+    target decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times are in seconds.
     """
 
     num_drafts: int = 0
@@ -366,10 +363,10 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def alpha_hat(self) -> float:
-        """The estimated probability that a drafted token is accepted if those before it were.
+        """The estimated probability that a drafted token is accepted if all before it were.
 
-        ``draft_acceptance_rate`` is lower: it also counts drafted tokens that were never tested
-        because one before them was rejected. nan without a draft.
+        ``draft_acceptance_rate`` is lower, because it also counts tokens that were never tested after a
+        rejected one. nan without a draft.
         """
         return _ratio(self.num_accepted_tokens, sum(self.num_tested_tokens_per_pos))
 
@@ -386,7 +383,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def conditional_rates_per_pos(self) -> list[float]:
-        """For each position, the share of the tested tokens that were accepted."""
+        """For each position, the share of tested tokens that were accepted."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_tested_tokens_per_pos, strict=True)
         return [_ratio(accepted, tested) for accepted, tested in pairs]
 
@@ -402,7 +399,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def v(self) -> dict[int, float]:
-        """Verify cost ratio v(n): mean time of a target decode of n tokens over the time for one token.
+        """Verify cost ratio v(n): mean time of a target decode of n tokens / mean time for one token.
 
         Empty if no decode had one token.
         """
@@ -414,17 +411,17 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def speedup_predicted(self) -> float:
-        """Tokens per second of rounds with a draft, divided by those of plain steps.
+        """Tokens per second in rounds with a draft, divided by tokens per second in plain steps.
 
-        It is nan if there were no drafts or no plain steps. It uses the times of this generation
-        only. To measure a speedup, run the same prompt without drafts.
+        It is nan if there were no drafts or no plain steps. It only uses the times of this generation.
+        To measure a real speedup, run the same prompt without drafts.
         """
         drafted_s = _ratio(self.draft_time_s + self.verify_time_s, self.num_drafts)
         plain_s = _ratio(self.plain_time_s, self.num_plain_steps)
         return _ratio(self.mean_acceptance_length * plain_s, drafted_s)
 
     def record_steps(self, n_steps: int, n_read: int, seconds: float) -> None:
-        """Count the steps of a draft for which the drafter first read ``n_read`` new tokens."""
+        """Count the steps of a draft, before which the drafter read ``n_read`` new tokens."""
         self.draft_time_s += seconds
         if n_read <= 2 and n_steps:
             self.num_draft_steps += n_steps
@@ -443,7 +440,7 @@ class SpeculativeStats(ConstraintStats):
             self.num_tested_tokens_per_pos[i] += 1
 
     def count_decode(self, n: int, seconds: float, times: int = 1) -> None:
-        """Count ``times`` target decodes of ``n`` tokens each, which together took ``seconds``."""
+        """Count ``times`` target decodes of ``n`` tokens each, which took ``seconds`` in total."""
         self.target_forward_passes += times
         self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + times
         self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds

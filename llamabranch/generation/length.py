@@ -1,4 +1,4 @@
-"""The draft length "auto": it follows running averages of acceptance and of the time of rounds."""
+"""The draft length "auto", which follows running averages of acceptance and of round times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .drafter import Drafter, DraftLength, NullDrafter, Round
 
 WARM_UP_PLAIN = 3  # plain steps before the first draft
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds between trials of a drafter that is off
-_WARM_UP, _WARM_UP_K = 4, 2  # first drafts of a drafter, and the tokens of each
+_WARM_UP, _WARM_UP_K = 4, 2  # a drafter's first drafts, and their tokens
 _MARGIN = 1.03  # the least speedup of drafts
 _SLOWEST = 1.2  # plain steps; a draft step that takes longer never pays
-_SUDDEN = 2.0  # if a time is shorter by this factor, the earlier ones are out of date
-_REFRESH = 64  # rounds after which a plain step is measured again
-_CHEAP = 0.01  # share of a plain step: a draft step that takes less costs next to nothing
+_SUDDEN = 2.0  # if a time is this much shorter, earlier times are outdated
+_REFRESH = 64  # rounds until a plain step is measured again
+_CHEAP = 0.01  # of a plain step: a faster draft step costs next to nothing
 _EDGES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # edges of the entropy buckets, nats
-# The acceptance that is assumed for each bucket at first. The last one is for unknown entropy.
+# The acceptance to assume at first in each bucket. The last one is for unknown entropy.
 _PRIOR = (0.88, 0.84, 0.78, 0.67, 0.49, 0.27, 0.08, 0.01, 0.45)
 
 
@@ -29,24 +29,24 @@ def _bucket(entropy: float) -> int:
 
 
 class _Speed:
-    """Tokens of a sequence in the time of a plain step, over the last thirty rounds or so."""
+    """Tokens of a sequence per time of a plain step, over roughly the last thirty rounds."""
 
     def __init__(self) -> None:
         self.n_tokens = self.n_steps = 1.0
 
     def add(self, n_tokens: float, n_steps: float, n_rounds: int = 1) -> None:
-        """Add rounds with so many tokens, which took as long as so many plain steps each."""
+        """Add rounds with ``n_tokens`` each, which each took as long as ``n_steps`` plain steps."""
         keep = 0.97**n_rounds
         self.n_tokens = keep * self.n_tokens + n_rounds * n_tokens
         self.n_steps = keep * self.n_steps + n_rounds * n_steps
 
     def halve(self) -> None:
-        """Let later rounds count twice as much."""
+        """Make later rounds count twice as much."""
         self.n_tokens, self.n_steps = self.n_tokens / 2, self.n_steps / 2
 
     @property
     def value(self) -> float:
-        """1 = the speed of plain steps."""
+        """The speed; 1 = the speed of plain steps."""
         return self.n_tokens / self.n_steps
 
 
@@ -60,10 +60,10 @@ class _Record:
 
     def forget_times(self) -> None:
         """Forget everything except which tokens were accepted."""
-        self.step = self.verify = 0.0  # time of drafting a token, and of one more in a decode
+        self.step = self.verify = 0.0  # time to draft a token, and to verify one
         self.speed = _Speed()  # of its rounds
         self.n_drafts = self.longest = 0  # rounds, and the most tokens of one draft
-        self.pause = self.waited = 0  # rounds between trials, 0 = it is on; rounds since then
+        self.pause = self.waited = 0  # rounds between trials (0 = it is on), and since the last one
 
     def test(self, done: Round) -> None:
         """Learn which tokens of a draft were accepted."""
@@ -72,7 +72,7 @@ class _Record:
         self.n_accepted += done.n_accepted
         for i, at in enumerate(map(_bucket, done.draft.entropies)):
             weight, share, outcome = 1.0, 0.01, float(i < done.n_accepted)
-            if i >= n_tested:  # back a little towards the prior, or it would never be tried again
+            if i >= n_tested:  # go back towards the prior, or it would never be tried again
                 weight, share, outcome = 0.005, 0.005, _PRIOR[at]
             self.tested[at] += weight - share * self.tested[at]
             self.accepted[at] += weight * outcome - share * self.accepted[at]
@@ -80,19 +80,19 @@ class _Record:
     def time(self, rounds: Sequence[Round], n: int, plain_s: float, verify: float) -> None:
         """Learn from this drafter's rounds in a decode of ``n`` sequences: does it pay?
 
-        A plain step takes ``plain_s`` seconds, and a drafted token added ``verify`` of that.
+        A plain step takes ``plain_s`` seconds, and each drafted token adds ``verify`` times that.
         """
         drafts = [done.draft for done in rounds]
         n_drafted = sum(len(draft.tokens) for draft in drafts)
         entropies = [entropy for draft in drafts for entropy in draft.entropies]
         n_steps = max(1, n_drafted, sum(not math.isnan(entropy) for entropy in entropies))
         step = min(sum(draft.seconds for draft in drafts) / n_steps / plain_s, _SLOWEST)
-        if step < self.step / _SUDDEN:  # the first ones were slow: weights were being loaded
+        if step < self.step / _SUDDEN:  # the first were slow: weights were being loaded
             self.forget_times()
         self.n_drafts += 1
         self.longest = max(self.longest, *(len(draft.tokens) for draft in drafts), 0)
         share = max(0.1, 1.0 / self.n_drafts)
-        # With more tokens to read, most of the time is reading.
+        # With more tokens to read, most of the time goes into reading.
         if all(draft.n_read <= (2 if self.step else 8) for draft in drafts):
             old = self.step or step
             self.step = old + share * (min(step, 4.0 * old) - old)  # one slow round says little
@@ -101,7 +101,7 @@ class _Record:
             self.verify = old + share * (verify - old)
         cost = n * (n_steps * self.step + n_drafted * self.verify) / len(rounds)
         self.speed.add(1 + sum(done.n_accepted for done in rounds) / len(rounds), 1 + cost)
-        least = 0.9 if self.n_drafts < 16 else _MARGIN  # a few drafts may have had bad luck
+        least = 0.9 if self.n_drafts < 16 else _MARGIN  # a few drafts may just be unlucky
         if self.speed.value >= least or (not self.pause and self.n_drafts < _WARM_UP):
             self.pause = 0
         else:
@@ -118,16 +118,16 @@ class _Learned:
         self.records: dict[tuple[str, str], _Record] = {}  # of drafters
         self.plain_s: dict[int, float] = {}  # seconds of a plain step, by the number of sequences
         self.n_sequences = 1  # in the last round
-        self.since_plain = 0  # rounds since the last plain one
+        self.since_plain = 0  # rounds since the last plain round
         self.speed = _Speed()  # of all rounds
 
     def time(self, n: int, seconds: float, n_rounds: int, *, is_plain: bool) -> float:
-        """Return the seconds of a plain step of ``n`` sequences; learn them from plain ones."""
+        """Return the seconds of a plain step of ``n`` sequences, learned from plain rounds."""
         nearest = min(self.plain_s, key=lambda known: abs(known - n), default=n)
         plain_s = self.plain_s.get(nearest, seconds)
         if is_plain:
             plain_s = plain_s if n == nearest else seconds
-            if seconds < plain_s / _SUDDEN:  # times of drafts were relative to a wrong one
+            if seconds < plain_s / _SUDDEN:  # draft times were relative to a wrong time
                 plain_s, self.speed = seconds, _Speed()
                 for record in self.records.values():
                     record.forget_times()
@@ -143,11 +143,11 @@ _of_contexts: weakref.WeakKeyDictionary[Context, _Learned] = weakref.WeakKeyDict
 class AutoLength(DraftLength):
     """The length with the highest throughput, according to the measurements so far.
 
-    A draft continues while the probability that all of it is accepted is larger than the number of
-    tokens that other rounds generate in the time of one more drafted token. A drafter that gains
-    less than 3 % over plain steps is turned off, and tried with one token after longer and longer
-    pauses. A drafter that costs next to nothing stays on, and drafts where acceptance is likely.
-    All generations of a context share the measurements, in any number of threads.
+    A draft continues as long as the probability that all of it is accepted is larger than the number of
+    tokens that other rounds generate in the time of one more drafted token. A drafter that gains less
+    than 3 % over plain steps is turned off, and tried with one token after longer and longer pauses. A
+    drafter that costs next to nothing stays on, and drafts where acceptance is likely. All generations
+    of a context share the measurements, in any number of threads.
     """
 
     reads_entropy = True
@@ -162,7 +162,7 @@ class AutoLength(DraftLength):
         super().__init__(limit, entropy_stop)
         self._drafter = drafter or NullDrafter()
         self._learned = _Learned() if ctx is None else _of_contexts.setdefault(ctx, _Learned())
-        self._used: dict[str, _Record] = {}  # the drafters it was asked about, the latest one last
+        self._used: dict[str, _Record] = {}  # the drafters it was asked about, the latest last
         self._record, self._is_trial = _Record(), False  # of the drafter in use
         self._reach = 1.0  # the probability that the whole draft is accepted
         self._n_behind = 0
@@ -193,9 +193,9 @@ class AutoLength(DraftLength):
 
     def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        # The drafter first reads the tokens that it missed, each in a fifth of its step. Up to four plain
-        # steps for this are free; above that it may take 2 % of the time. A trial is worth it because
-        # the measured times may be wrong, or the drafter may suit the text now.
+        # The drafter first reads the tokens that it missed, each in a fifth of its step. This may take
+        # up to four plain steps, and beyond that 2 % of the time. A trial is worth it because the
+        # measured times may be wrong, or because the drafter may suit the text now.
         return record.waited >= max(record.pause, 50 * (self._n_behind * record.step / 5 - 4.0))
 
     def pays(self, n_drafted: int, entropy: float) -> bool:
@@ -209,7 +209,7 @@ class AutoLength(DraftLength):
         if record.n_drafts < _WARM_UP and (is_short or not self._is_free(record)):
             return is_short
         cost = learned.n_sequences * (record.step + record.verify)
-        is_known = n_drafted < 2 * record.longest + 1  # longer ones may cost more
+        is_known = n_drafted < 2 * record.longest + 1  # a longer draft may cost more
         return is_known and reach > max(1.0, learned.speed.value) * cost
 
     def learn(
@@ -237,7 +237,7 @@ class AutoLength(DraftLength):
                     record.waited += n_rounds
 
     def explain(self) -> str:
-        """Return whether it drafts, and the measurements behind that."""
+        """Explain whether it drafts, and by which measurements."""
         learned, used = self._learned, [*self._used.values()]
         with learned.lock:
             if not (learned.plain_s and used and used[-1].n_drafts):

@@ -1,4 +1,4 @@
-"""Emitted tokens, and the output of one generation so far."""
+"""Emitted tokens, and what one generation has emitted so far."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ class Produced(NamedTuple):
 
     Attributes:
         token: its id.
-        text: the text it completes (a character split over several tokens comes with its last one).
-        is_stop: whether it is an EOG (end of generation) token, which ends the generation. It is not part
-            of the tokens, but may carry text that was held back for a stop string. If an error ends
+        text: the text it completes (a character that is split over several tokens comes with the last
+            one).
+        is_stop: whether it is an EOG (end of generation) token, which ends the generation. It is not
+            one of the tokens, but may carry text that was held back for a stop string. If an error ends
             the text, the id is -1 and the numbers are NaN.
         logprob, entropy: of the model's own distribution at this position, nats, before any sampling
             setting; NaN with ``SamplingParams(logprobs=False)``.
-        source: where it comes from. "plain": drawn without a draft. "drafted": proposed and
-            accepted. "forced": also proposed and accepted, but the grammar allowed no other text,
-            or read between a thought and its answer. "bonus": the target's own token after a draft
-            that was accepted whole. "corrected": the target's own token instead of a rejected one.
-        alternatives: the requested number of most probable tokens, best first: pairs (token,
+        source: where it comes from. "plain": drawn without a draft. "drafted": proposed and accepted.
+            "forced": proposed and accepted when the grammar allowed no other text, or read between a
+            thought and its answer. "bonus": the target's own token after a fully accepted draft.
+            "corrected": the target's own token in place of a rejected one.
+        alternatives: the most probable tokens, as many as requested, best first: pairs (token,
             log-probability) with an attribute ``text``.
         rank: 1 + how many tokens the model finds more probable; 0 if no alternatives were
             requested.
-        is_thought: whether it belongs to the thought before the answer; ``text`` then has no tags.
+        is_thought: whether it belongs to the thought before the answer; the tags are left out of
+            ``text``.
     """
 
     token: int
@@ -51,24 +53,25 @@ class OutputBuffer:
         max_tokens: the most tokens to emit; None = until the model ends.
         stop: strings that end the text. ``text`` does not include them; ``tokens`` includes their
             tokens.
-        stop_tokens: ids of tokens that end the text, and are part of it.
-        min_tokens: the stop strings are ignored until there are this many tokens.
+        stop_tokens: ids of tokens that end the text and are part of it.
+        min_tokens: stop strings are ignored until there are this many tokens.
 
     Raises:
         ConfigError: a limit is negative or not an integer, or a stop string is empty.
 
     Attributes:
         tokens: ids, including the tokens of a stop string, but no EOG tokens.
-        texts: the text emitted with each token; joined they are the text, without the stop string.
+        texts: the text emitted with each token; together they are the text without the stop string.
         emitted: a `Produced` for each of ``tokens``.
         eog: the EOG token that ended the text; None before that.
-        finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or the
-            reason passed to ``break_off``. Only this class sets it.
-        is_stuck: whether the generation cannot continue for now, but may later. Meanwhile ``text``
-            includes the text that is held back as a possible beginning of a stop string.
+        finish_reason: "stop" (EOG token or stop string), "length", or the reason passed to
+            ``break_off``; None until the text ends. Only this class sets it.
+        is_stuck: whether the generation cannot continue now, but may later. Until then, ``text``
+            includes text that is held back because a stop string might begin there.
         elapsed_s: seconds so far; the caller adds them.
         withheld: tokens that are not emitted yet, see ``holds``.
-        holds: whether it is open if the text is a thought or an answer. Its tokens are then withheld.
+        holds: whether it is not clear yet if the text is a thought or an answer; its tokens are then
+            withheld.
     """
 
     def __init__(
@@ -101,14 +104,14 @@ class OutputBuffer:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that ended the text; None if neither did."""
+        """The stop string or stop token that ended the text, or None."""
         if self._stops.found is not None or not self.tokens:
             return self._stops.found
         return self.tokens[-1] if self.tokens[-1] in self._stop_tokens else None
 
     @property
     def draft_limit(self) -> int:
-        """The most tokens to draft, so that a round does not pass ``min_tokens`` or ``max_tokens``."""
+        """The most tokens to draft without going beyond ``min_tokens`` or ``max_tokens`` in a round."""
         n = len(self.tokens)
         limit = 1 << 30 if self._max_tokens is None else self._max_tokens
         return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
@@ -134,8 +137,8 @@ class OutputBuffer:
             text = self._stops.show(text, last=last or is_end)
         if is_end or self._stops.found is not None:
             reason = "stop"
-        # No function is called from here on, so a signal handler raises before or after all of
-        # these changes.
+        # No function is called from here on, so a signal handler's exception comes before or after all
+        # of these changes.
         self.tokens += (emitted.token,)
         self.emitted += (emitted,)
         self.texts += (text,)
@@ -144,7 +147,7 @@ class OutputBuffer:
         return emitted if text == emitted.text else emitted._replace(text=text)
 
     def emit(self, shown: Produced | None) -> list[Produced]:
-        """Return the tokens to emit after ``add`` or ``break_off`` has returned ``shown``."""
+        """Return the tokens to emit once ``add`` or ``break_off`` has returned ``shown``."""
         if shown is not None:
             self.withheld.append(shown)
         if self.holds:
@@ -155,10 +158,10 @@ class OutputBuffer:
     def break_off(self, reason: str | None = None) -> Produced | None:
         """End the text without an EOG token; return the text that was held back, if any.
 
-        After a regular end, or on a second call, there is no such text.
+        After a regular end, or in a second call, there is no such text.
 
         Args:
-            reason: why it cannot continue, such as "capacity" or "cancelled"; None leaves
+            reason: why it cannot continue, such as "capacity" or "cancelled"; None = leave
                 ``finish_reason`` as it is.
         """
         self.finish_reason, self.holds = reason or self.finish_reason, False

@@ -4,8 +4,8 @@
 documented otherwise, methods expect valid arguments, and the caller must hold the context's lock.
 
 The last token may be drawn but not decoded yet. The cache is then one token shorter than the text;
-there is no flag for this. Code that needs the logits after that token, or its cell, first decodes
-it (``settle``).
+there is no flag for this. Code that needs that token's cell, or the logits after it, decodes it first
+(``settle``).
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ class Text(TextNode):
     Attributes:
         lock: the lock of the context.
         tokens: all ids, including the prompt and inherited tokens.
-        n_prompt: how many of them were prefilled, not generated.
-        appended: (start, end) of each later run of tokens that was read, not generated; ascending.
+        n_prompt: how many of them were prefilled rather than generated.
+        appended: (start, end) of each later run of tokens that were read rather than generated, in
+            order.
         surprisals: -log p of the tokens after the prompt, nats; NaN where it was not computed.
-        parent, at: the text that it was forked from, and how many tokens it shares with that.
+        parent, at: the text that it was forked from, and how many tokens they share.
         finish_reason: why the last generation ended, see `OutputBuffer`; None before the first one
             and after a change of the text.
-        is_pruned: True once the sequence id was returned.
+        is_pruned: True once the sequence id has been freed.
         row: the logits after the last token; None or invalid if unavailable, see ``logits_row``.
-        held: the tokens of the last round that are not given out yet. ``tokens``
-            ends with them, except for an EOG token, which is never in ``tokens``. Code that changes
-            the text, or asks for its next token, drops them.
+        held: the tokens of the last round that were not handed out yet. ``tokens`` ends with them,
+            except for an EOG token, which is never in ``tokens``. Code that changes the text, or asks
+            for its next token, drops them.
         version: a number that changes whenever the text changes.
-        draft_state: the draft state that is kept between generations, see `DraftStates`; or None.
+        draft_state: the draft state that is kept between generations, or None; see `DraftStates`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Text(TextNode):
         *,
         beginning: Sequence[int] = (),
     ) -> None:
-        self.tokens: list[int] = []  # set first, because error messages about the text show them
+        self.tokens: list[int] = []  # set first, because error messages show them
         self.seq_id = -1
         if seq_id is None:
             seq_id = ctx.sequences.allocate(self, beginning)
@@ -102,7 +103,7 @@ class Text(TextNode):
         self._incomplete_after = b""  # the bytes that stay incomplete after ``_produced``
         self._owned_by_prefix_cache = False  # whether it owns the sequence id
         self._is_generating = False
-        self._reader = 0  # the thread that reads a prompt into it
+        self._reader = 0  # the thread that is reading a prompt into it
         if parent is not None:
             self.tokens += parent.tokens
             self.n_prompt = parent.n_prompt
@@ -121,24 +122,24 @@ class Text(TextNode):
 
     @property
     def n_held(self) -> int:
-        """How many of ``tokens`` are not given out yet."""
+        """How many of ``tokens`` were not handed out yet."""
         return len(self.held) - self.held[-1].is_stop if self.held else 0
 
     @property
     def position(self) -> int:
-        """The number of tokens that are given out, which is the position of the next one."""
+        """The number of tokens that were handed out, which is the position of the next one."""
         return len(self.tokens) - self.n_held
 
     @property
     def shown(self) -> list[int]:
-        """The tokens that are given out. Do not change the list."""
+        """The tokens that were handed out. Do not change the list."""
         return self.tokens[: self.position] if self.held else self.tokens
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in effect. Their seed is the current one, also after ``seed`` was set."""
+        """The settings in effect, with the current seed, even after ``seed`` was set."""
         params = self.sampler.params
-        # Forks share sampler settings, so those do not determine the seed in effect.
+        # Forks share the sampler's settings, so the seed in effect is kept separately.
         if params.seed in (None, -1, self._seed):
             return params
         return params.replace(seed=self._seed)
@@ -150,7 +151,7 @@ class Text(TextNode):
 
     @property
     def answer_start(self) -> int:
-        """The position after the last token that was read, not generated; a grammar begins there."""
+        """The position after the last token that was read, not generated; grammars begin there."""
         return self.appended[-1][1] if self.appended else self.n_prompt
 
     def generated_positions(self, start: int = 0) -> Iterator[int]:
@@ -161,7 +162,7 @@ class Text(TextNode):
             at = max(at, read_to)
 
     def replayed(self, sampler: Sampler) -> Sampler:
-        """Return a copy of ``sampler``, with the same settings, that has accepted the tokens."""
+        """Return a copy of ``sampler``, with the same settings, that has accepted this text's tokens."""
         n = self.answer_start
         return sampler.replay(self.tokens[:n], self.tokens[n:])
 
@@ -172,12 +173,12 @@ class Text(TextNode):
 
     @property
     def is_behind(self) -> bool:
-        """Whether the cache lacks the last token, which was drawn and is not decoded yet."""
+        """Whether the cache lacks the last token, because it was drawn but not decoded yet."""
         return self._cache.next_position(self.seq_id) < len(self.tokens)
 
     @property
     def n_decoded(self) -> int:
-        """The number of tokens, without the last one if it is not decoded yet."""
+        """The number of tokens, not counting the last one if it was not decoded yet."""
         return len(self.tokens) - self.is_behind
 
     @property
@@ -219,7 +220,7 @@ class Text(TextNode):
     def begin_anew(self, position: int, sampler: Sampler) -> None:
         """Continue from the first ``position`` tokens, which count as read, with a new sampler.
 
-        If the memory cannot be cut there, fewer tokens are left. The caller reads the others again.
+        If the memory cannot be cut there, fewer tokens are left, and the caller reads the others again.
         """
         with self.lock:
             if position < len(self.tokens):
@@ -240,14 +241,14 @@ class Text(TextNode):
             self.use_sampler(self.sampler.constrained(state))
 
     def check_usable(self) -> None:
-        """Raise BranchStateError if it is pruned or reads text, ClosedError if the context is closed."""
+        """Raise BranchStateError if it is pruned or being read, ClosedError if the context is closed."""
         if self.is_pruned:
             raise BranchStateError("the branch is pruned")
         self._decoder.check_open()
         self.check_not_reading()
 
     def check_not_reading(self) -> None:
-        """Raise BranchStateError if ``on_prompt_progress`` has called this, while it reads text."""
+        """Raise BranchStateError if ``on_prompt_progress`` called this while the text is being read."""
         if self._reader == get_ident():
             raise BranchStateError(
                 "the branch reads text: on_prompt_progress cannot use this branch",
@@ -255,7 +256,7 @@ class Text(TextNode):
             )
 
     def check_not_empty(self, what: str) -> None:
-        """Raise BranchStateError if it has no tokens, so there is nothing to return."""
+        """Raise BranchStateError if it has no tokens; ``what`` names what is missing then."""
         if not self.tokens:
             raise BranchStateError(
                 f"the branch is empty: it has no {what}", hint="prefill it first"
@@ -284,7 +285,7 @@ class Text(TextNode):
             self.check_not_reading()
             self.is_pruned = True
             self.version += 1
-            self.draft_state = None  # its sequence is freed as soon as nobody uses it
+            self.draft_state = None  # frees its sequence once nobody uses it
             self.set_row(None)
             if not self._owned_by_prefix_cache:
                 self.ctx.sequences.free(self.seq_id)
@@ -294,8 +295,7 @@ class Text(TextNode):
     def logits_row(self) -> LogitsRow:
         """Return the logits after the last token, valid while the lock is held.
 
-        It first checks that the text is usable. If the logits are unavailable, the last token is
-        decoded.
+        It first checks that the text is usable. If there are no logits, it decodes the last token.
         """
         self.check_usable()
         if self.held:
@@ -309,7 +309,7 @@ class Text(TextNode):
     def decode_last(self, *, draws_next: bool = False) -> LogitsRow:
         """Decode the last token; return the logits after it.
 
-        With ``draws_next`` the next token is drawn in the same native call, if possible.
+        With ``draws_next``, the same native call draws the next token, if possible.
         """
         if self.is_pruned:
             self.check_usable()
@@ -337,14 +337,14 @@ class Text(TextNode):
     # -- drawing -----------------------------------------------------------------------------------
 
     def produce(self) -> Produced:
-        """Return the next token. Until the state changes, each call returns the same token."""
+        """Return the next token. Every call returns the same token until the state changes."""
         if self._produced is None or self.held:
             return self.produce_from(self.logits_row())
         self.check_usable()
         return self._produced
 
     def produce_from(self, row: LogitsRow) -> Produced:
-        """Return the next token; ``row`` are the logits after the last one."""
+        """Return the next token; ``row`` has the logits after the last one."""
         sampler, version = self.sampler, self.version
         token = row.draw(sampler, self._seed, len(self.tokens), measured=sampler.params.logprobs)
         self.check_unchanged(version)
@@ -352,7 +352,7 @@ class Text(TextNode):
         return self._produced
 
     def check_unchanged(self, version: int) -> None:
-        """Raise BranchStateError if a user's function has changed it since it had this ``version``."""
+        """Raise BranchStateError if a user's function has changed the text since this ``version``."""
         if self.version != version:
             raise BranchStateError(
                 "a function that the branch calls has changed the branch",
@@ -360,9 +360,9 @@ class Text(TextNode):
             )
 
     def describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
-        """Return ``token`` as the next one, with its log-probability and entropy from ``row``.
+        """Return ``token`` as the next token, with its log-probability and the entropy of ``row``.
 
-        Also return the bytes of a character that is still incomplete after it.
+        Also return the bytes of a character that is incomplete after it.
         """
         model = self.ctx.model
         if self.sampler.params.logprobs:
@@ -377,7 +377,7 @@ class Text(TextNode):
     # -- memory ------------------------------------------------------------------------------------
 
     def drop_held(self) -> None:
-        """Drop the tokens that are not given out."""
+        """Drop the tokens that were not handed out."""
         if self.n_held:
             self.rewind(self.position)
 
@@ -391,11 +391,11 @@ class Text(TextNode):
         return self.tokens[n - n_lacking :]
 
     def settle(self) -> None:
-        """Make the cache hold exactly the tokens that are given out.
+        """Make the cache hold exactly the tokens that were handed out.
 
-        The cache can hold others for four reasons. The last token is not decoded yet.
-        ``logits_row`` dropped it and then found the cache full. A decode failed, and memory that
-        cannot drop a tail was emptied. Or Ctrl-C came between a decode and its bookkeeping.
+        There are four reasons why it may not. The last token was not decoded yet. ``logits_row``
+        dropped it and then found the cache full. A decode failed, and memory that cannot drop a tail
+        was emptied. Or Ctrl-C came between a decode and its bookkeeping.
         """
         self.drop_held()
         ahead = self._cache.next_position(self.seq_id) - len(self.tokens)
@@ -439,7 +439,7 @@ class Text(TextNode):
         as_prompt: bool = False,
         report: OnPromptProgress | None = None,
     ) -> None:
-        """Check tokens with ``check_read``, decode them, and append them as text that was read."""
+        """Check tokens with ``check_read``, decode them, and append them as read text."""
         self.check_read(tokens, as_prompt=as_prompt)
         if self.row is not None and self.row.is_valid:
             self._cache.mark(self.seq_id, self.row.array)
@@ -451,7 +451,7 @@ class Text(TextNode):
         self.append_prompt(tokens, row)
 
     def truncate(self, position: int) -> None:
-        """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
+        """Make the cache hold exactly the first ``position`` tokens; change nothing else."""
         cache, parent = self._cache, self.parent
         done = cache.cut(self.seq_id, position)
         if done < position and parent is not None and not parent.is_pruned:
@@ -467,7 +467,7 @@ class Text(TextNode):
     def check_read(self, tokens: Sequence[int], *, as_prompt: bool = False) -> None:
         """Raise an error unless ``tokens`` can be decoded and passed to ``append_prompt``.
 
-        ``as_prompt``: whether they must become a part of the prompt.
+        ``as_prompt``: whether they must become part of the prompt.
         """
         self.check_usable()
         if not tokens:
@@ -482,7 +482,7 @@ class Text(TextNode):
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """If the block raises anything, reset all but the cache to the state before it."""
+        """If the block raises anything, reset everything but the cache to the state before it."""
         n = len(self.tokens)
         try:
             yield
@@ -491,10 +491,10 @@ class Text(TextNode):
             raise
 
     def append_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append decoded tokens that were read, not generated.
+        """Append decoded tokens that were read rather than generated.
 
-        ``row`` is the row of logits after them, or None if it was not kept. The tokens count for
-        penalties; a grammar begins again after them.
+        ``row`` has the logits after them, or is None if they were not kept. The tokens count for
+        penalties; after them, a grammar starts from its beginning.
         """
         n = len(self.tokens)
         if row is not None:
@@ -534,8 +534,8 @@ class Text(TextNode):
     def commit(self, token: int, *, draws_next: bool = False) -> None:
         """Check ``token``, decode it and append it. If anything fails, nothing has changed.
 
-        ``draws_next``: whether ``produce`` follows. The next token is then drawn in the same native
-        call, if possible.
+        ``draws_next``: whether ``produce`` is called next. If possible, the next token is then drawn in
+        the same native call.
         """
         surprisal = self.check_commit(token)
         sampler = self.sampler if draws_next else None
@@ -543,7 +543,7 @@ class Text(TextNode):
         self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
-        """Append a token. ``row``: the logits after it, or None if it is not decoded yet."""
+        """Append a token. ``row``: the logits after it, or None if it was not decoded yet."""
         n = len(self.tokens)
         try:
             if not self.sampler.is_stateless:
@@ -572,11 +572,11 @@ class Text(TextNode):
     def extend(self, tokens: list[int], *, keeps_all: bool) -> list[npt.NDArray[np.float32]]:
         """Decode tokens and append them with their surprisals.
 
-        Each batch of rows is read before the next one overwrites it, so that many tokens take no more
-        memory than few.
+        Each batch of rows is read before the next one overwrites it, so many tokens take no more memory
+        than a few.
 
         Returns:
-            copies of the logits (V,) after each token, or only after the last one.
+            copies of the logits, (V,), after each token or only after the last one.
         """
         if not tokens:
             raise ConfigError("nothing to extend with: no tokens")
@@ -610,7 +610,7 @@ class Text(TextNode):
         """Append decoded tokens without surprisals.
 
         Args:
-            tokens: the first ``n_read`` of them were read, the others count as generated.
+            tokens: the first ``n_read`` of them count as read, the others as generated.
             row: the logits after them, or None.
         """
         if n_read > 0:
@@ -629,14 +629,15 @@ class Text(TextNode):
             self.finish_reason = None
             self.version += 1
             self.set_row(row)
-        except BaseException:  # without `undone_on_error`, which takes as long as the rest
+        except BaseException:  # not `undone_on_error`, which would double the time
             self.forget(n)
             raise
 
     def decode_unscored(self, tokens: Sequence[int], n_read: int = 0) -> None:
-        """Decode ``tokens`` and append them as ``append_unscored`` does, in as few decodes as possible.
+        """Decode ``tokens`` in as few decodes as possible; append them as ``append_unscored`` does.
 
-        For drafters, whose sequence follows the target's. Takes the lock and checks the sequence.
+        This is for drafters, whose sequence follows the target's. Takes the lock and checks the
+        sequence.
         """
         if not tokens:
             return
@@ -651,7 +652,7 @@ class Text(TextNode):
             self.append_unscored(tokens, row, n_read)
 
     def share_prefix(self, source: Text, n: int) -> None:
-        """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
+        """Make the first ``n`` tokens of ``source`` this empty sequence's prompt; share their cells."""
         with self.lock:
             self._cache.fork(source.seq_id, self.seq_id, n)
             self.append_prompt(source.tokens[:n], None)
@@ -659,11 +660,11 @@ class Text(TextNode):
                 self.truncate(n)
 
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
-        """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
+        """Start this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
 
-        If the sequence was allocated with a cached beginning, it keeps that one. The first
-        ``n_prompt`` tokens (None = all) count as the prompt, the others as generated. Return how
-        many tokens the sequence begins with; the caller decodes the rest.
+        If the sequence was allocated with a cached beginning, it keeps that beginning. The first
+        ``n_prompt`` tokens (None = all) count as the prompt, the others as generated. Return how many
+        tokens the sequence begins with; the caller decodes the rest.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None:
@@ -675,18 +676,18 @@ class Text(TextNode):
             return n
 
     def keep_cached(self, session: Session | None = None, *, is_last: bool = False) -> None:
-        """Keep its K/V in the prefix cache, if there is one, for use after this text has ended.
+        """Keep its K/V in the prefix cache, if there is one, for use after this text ends.
 
         Args:
             session: the session that it belongs to, if any.
-            is_last: whether ``release`` follows.
+            is_last: whether ``release`` is called next.
         """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return
         with self.lock:
             n = self._cache.next_position(self.seq_id)
-            if n > len(self.tokens):  # a round was broken off: the tail is a draft
+            if n > len(self.tokens):  # a round was interrupted, and the tail is a draft
                 return
             if n >= len(self.tokens) - 1 or self._cache.can_draft:
                 self._owned_by_prefix_cache = prefixes.put(
@@ -713,14 +714,14 @@ class Text(TextNode):
         self.use_sampler(sampler)
 
     def forget(self, position: int) -> None:
-        """Reset all but the cache to the state after the first ``position`` tokens.
+        """Reset everything but the cache to the state after the first ``position`` tokens.
 
         If this raises an error, nothing has changed.
         """
         n_prompt = min(self.n_prompt, position)
         appended = [(a, min(b, position)) for a, b in self.appended if a < position]
         start = appended[-1][1] if appended else n_prompt
-        # This takes long, so it comes before all changes: Ctrl-C may interrupt it.
+        # This takes long and Ctrl-C may interrupt it, so it comes before all changes.
         sampler = self.sampler.replay(self.tokens[:start], self.tokens[start:position])
 
         def change() -> None:
@@ -742,8 +743,8 @@ class Text(TextNode):
     def rewind(self, position: int) -> None:
         """Drop all tokens from ``position`` on, in the cache too.
 
-        If the memory cannot be cut there, kept tokens are decoded again. The last one is left for
-        the call that needs its logits.
+        If the memory cannot be cut there, the remaining tokens are decoded again, except the last one,
+        which is left to the call that needs its logits.
         """
         is_there = self._cache.usable(self.seq_id, position) == position
         self.truncate(position if is_there else position - 1)
@@ -754,17 +755,17 @@ class Text(TextNode):
         self.at = min(self.at, position)
 
     def keep(self, n: int) -> None:
-        """Leave at most the first ``n`` tokens; takes the lock."""
+        """Keep at most the first ``n`` tokens. Takes the lock."""
         with self.lock:
             self.check_usable()
             if n < self.position:
                 self.rewind(n)
 
     def end_at(self, position: int, *, decodes: bool) -> None:
-        """Leave exactly the first ``position`` tokens; takes the lock.
+        """Keep exactly the first ``position`` tokens. Takes the lock.
 
-        ``decodes``: whether the last one is decoded now, if the cache has room, or only when its
-        logits are needed.
+        ``decodes``: whether to decode the last one now, if the cache has room, or only when its logits
+        are needed.
         """
         with self.lock:
             if self.is_pruned:

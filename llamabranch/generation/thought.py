@@ -1,4 +1,4 @@
-"""The output of a text while it thinks: where the thought ends, and the tokens before the answer."""
+"""The output while a text thinks: where the thought ends, and the tokens before the answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Thought(NamedTuple):
     """A thought that has ended.
 
     Attributes:
-        text: the thought, without tags and without white space around it.
+        text: the thought, without the tags and the white space around it.
         n_kept: how many of the generated tokens belong to the thought, including its tags; the
             answer begins after them.
-        forced: token ids that are read before the answer.
+        forced: token ids to read before the answer.
     """
 
     text: str
@@ -29,15 +29,15 @@ class Thought(NamedTuple):
 class ThoughtBuffer(OutputBuffer):
     """The tokens of a text up to the end of its thought.
 
-    The texts of its tokens form the thought, without tags. If the generated text does not begin
-    with a thought, this output ends at once, and ``ended`` is an empty thought. Until that is clear
-    the tokens are withheld, because tokens of an answer are drawn again.
+    Together, the texts of its tokens are the thought without tags. If the generated text does not begin
+    with a thought, this output ends at once, and ``ended`` is an empty thought. Until that is clear,
+    tokens are withheld, because an answer's tokens are drawn again.
 
     Args:
         model: the model of the tokens.
         thinking: where the thought begins and ends.
         max_tokens: the most tokens of the whole text; None = until the model ends it.
-        continues: whether a thought with text came before this one.
+        continues: whether this continues an earlier thought that had text.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ThoughtBuffer(OutputBuffer):
         self._is_open = thinking.is_open
         self._written = ""  # the text so far, with control tokens
         self._start = 0  # where the thought begins in ``_written``
-        # White space, part of the thought only if more follows.
+        # White space, which is part of the thought only if more text follows.
         self._space = "\n\n" if continues else ""
         self._is_begun, self._has_text = False, continues
 
@@ -68,7 +68,7 @@ class ThoughtBuffer(OutputBuffer):
         begun = self._written.lstrip()
         is_in_tag = bool(begun) and begun != thinking.start and thinking.start.startswith(begun)
         if is_in_tag and not self._is_open and self.finish_reason != "stop":
-            return None  # the text was cut, so that there is neither a thought nor an answer
+            return None  # the text was cut off before a thought or an answer
         if not self._is_open:  # there is no thought; the answer is drawn again under its grammar
             return Thought("", 0, _tokens(model, thinking.head))
         if self.stop_reason is not None:
@@ -77,7 +77,7 @@ class ThoughtBuffer(OutputBuffer):
             if not after.strip():
                 tail = tail[len(after) :] if tail.startswith(after) else tail.lstrip()
                 return Thought(self.thought, n, _tokens(model, tail))
-            last = _named(model, self.emitted[-1])  # a token that goes past the tag is cut there
+            last = _named(model, self.emitted[-1])  # a token that runs past the tag is cut there
             return Thought(
                 self.thought, n - 1, _tokens(model, last[: len(last) - len(after)] + tail)
             )
@@ -125,7 +125,7 @@ class ThoughtBuffer(OutputBuffer):
         return self._decide(None if produced is None else produced._replace(text=core))
 
     def _decide(self, shown: Produced | None) -> Produced | None:
-        """Return ``shown``; or None if there is no thought, so that the answer is drawn again."""
+        """Return ``shown``, or None if there is no thought, in which case the answer is drawn again."""
         self.holds = not self._is_open and self.finish_reason is None
         if self._is_open or self.holds:
             return shown
@@ -134,7 +134,7 @@ class ThoughtBuffer(OutputBuffer):
 
 
 class AnswerBuffer(OutputBuffer):
-    """The answer after a thought. If it begins with another thought, it ends after the tag.
+    """The answer after a thought. If another thought begins instead, it ends after that tag.
 
     Args:
         model: the model of the tokens.
@@ -153,7 +153,7 @@ class AnswerBuffer(OutputBuffer):
     ) -> None:
         super().__init__(max_tokens, stop, stop_tokens, min_tokens)
         self._model, self._start, self._written = model, start, ""
-        self.ended: Thought | None = None  # the tag of the thought that it begins with
+        self.ended: Thought | None = None  # set if another thought begins: its tag
 
     def add(self, emitted: Produced) -> Produced | None:
         """Add the next token; return it with the text to emit, or None if there is no text."""
@@ -172,12 +172,12 @@ class AnswerBuffer(OutputBuffer):
 
 
 def forced_token(token: int) -> Produced:
-    """Return the `Produced` for a token that was read between a thought and its answer."""
+    """Return the `Produced` of a token that was read between a thought and its answer."""
     return Produced(token, "", False, math.nan, math.nan, "forced", is_thought=True)
 
 
 def token_text(model: Model, one: Produced) -> str:
-    """Return the text of an emitted token; for a control token that may be part of a tag, its name."""
+    """Return an emitted token's text, or the name of a control token that may be part of a tag."""
     return one.text or ("" if _is_silent(model, one.token) else _named(model, one))
 
 
@@ -188,7 +188,7 @@ def _named(model: Model, one: Produced) -> str:
 
 
 def _is_silent(model: Model, token: int) -> bool:
-    """Return whether a token is a control token, and its name is in no tag of the model's turns."""
+    """Return whether a token is a control token whose name is in no tag of the model's turns."""
     name, is_control = model.entry(token)
     return is_control and not model.turn_format.has_tag(name.decode("utf-8", "replace"))
 
@@ -198,11 +198,11 @@ def _tokens(model: Model, text: str) -> list[int]:
 
 
 def named_text(model: Model, text: str, tokens: Sequence[int], *, is_cut: bool = False) -> str:
-    """Return a text with the names of control tokens that may be tags of tool calls.
+    """Return a text including the names of control tokens that may be tags of tool calls.
 
     Args:
         model, text, tokens: the model, and what it generated.
-        is_cut: whether a stop string has ended the text, so that it is shorter than its tokens.
+        is_cut: whether a stop string ended the text, so that it is shorter than its tokens.
     """
     spoken = [token for token in tokens if not _is_silent(model, token)]
     if is_cut or not any(model.entry(token)[1] for token in spoken):

@@ -2,12 +2,12 @@
 
 Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule is a pure
 function and uses no model: it calls a function for distributions and a :class:`RandomSource` for
-everything random, so the tests can replace the noise by an enumeration of all outcomes and verify the
-very code that runs.
+everything random. So the tests can replace the noise by an enumeration of all outcomes, and verify the
+same code that runs.
 
-Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with
+Each round needs its own noise. Under the token and block rules, drafted tokens are drawn with
 :func:`draft_seed`: the block rule's decisions depend on drafted tokens that it then rejects, so drawing
-them again from the same noise in the next round would bias that round.
+them again from the same noise would bias the next round.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RULES = ("seeded", "token", "block")
 class RandomSource(Protocol):
     """A rule's source of randomness.
 
-    Its values are independent of each other, and of the noise that drew the draft.
+    Its values are independent of each other and of the noise that drew the draft.
     """
 
     def coin(self, index: int, probability: float) -> bool:
         """Return True with ``probability``; called at most once per index in a round."""
 
     def draw(self, distribution: Distribution, offset: int) -> int:
-        """Return a token drawn for the ``offset``-th position of the round."""
+        """Draw a token for the ``offset``-th position of the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ def token_rule(
 
     Args:
         drafted: the drafted tokens.
-        sources: for each drafted token, the distribution that it was really drawn from, or
-            ``Distribution.point`` if it was not drawn at random. A point is correct for any draft,
-            but fewer tokens are accepted than with the distribution that they were drawn from.
+        sources: for each drafted token, the distribution that it was actually drawn from, or
+            ``Distribution.point`` if it was not drawn at random. A point is correct for any draft, but
+            fewer tokens are then accepted than with the real distribution.
         target: ``target(i)`` is the target's distribution after i drafted tokens. It is called with
             increasing i, and never after a drafted token of probability zero.
         rng: its coin i decides on ``drafted[i]``.
@@ -120,12 +120,12 @@ def block_rule(
     """Accept the draft as a block (Sun et al. 2024, 2403.10444, algorithm 2).
 
     Let gamma be the length of the draft, w_0 = 1, w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and
-    s_i = sum_x max(w_i p_{i+1}(x) - q_{i+1}(x), 0). For each i a coin is thrown that comes up with
-    probability h_i = s_i / (s_i + 1 - w_i); h_gamma is w_gamma. The largest i whose coin came up is
-    the number of accepted tokens. The next token is drawn from norm(max(w_i p_{i+1} - q_{i+1}, 0)),
-    or from p if the whole draft is accepted. On average at least as many tokens are accepted as
-    under the token rule. After a token of probability zero w is zero. Nothing longer can then be
-    accepted, and the target is not called again.
+    s_i = sum_x max(w_i p_{i+1}(x) - q_{i+1}(x), 0). For each i, a coin comes up with probability h_i =
+    s_i / (s_i + 1 - w_i); h_gamma is w_gamma. The largest i whose coin comes up is the number of
+    accepted tokens. The next token is drawn from norm(max(w_i p_{i+1} - q_{i+1}, 0)), or from p if the
+    whole draft is accepted. On average, at least as many tokens are accepted as under the token rule.
+    After a token of probability zero, w is zero, nothing longer can be accepted, and the target is not
+    called again.
 
     Arguments and errors as for :func:`token_rule`.
     """
@@ -138,28 +138,28 @@ def block_rule(
         excesses.append((p, excess))
         if i > 0:
             left = float(excess.sum())
-            rest = left + (1.0 - weight)  # in this order: the ratio then never rounds above 1
+            rest = left + (1.0 - weight)  # in this order, so that the ratio never rounds above 1
             h.append(left / rest if rest > 0.0 else 1.0)
         weight = min(1.0, weight * p.prob(token) / q.prob(token))
         if weight == 0.0:
             break
     else:
         h = [*h[: len(drafted)], weight]
-    # Longest first: equivalent to testing all and taking the longest, since coins are independent.
+    # Longest first, which is the same as testing all and taking the longest: the coins are independent.
     n = next((i for i in range(len(h) - 1, 0, -1) if rng.coin(i, h[i])), 0)
     if n == len(drafted):
         return Acceptance(n, rng.draw(target(n), n))
     p, excess = excesses[n]
-    # An empty excess means p = q. A rejection then has probability zero, except for rounding.
+    # An empty excess means p = q, so that a rejection has probability zero, except for rounding.
     return Acceptance(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
 def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptance:
-    """Accept while the target's own draw is the drafted token (Daliri et al. 2024, 2408.07978).
+    """Accept as long as the target itself draws the drafted token (Daliri et al. 2024, 2408.07978).
 
-    ``draw(i)`` is the target's own draw after i drafted tokens. The emitted tokens are those that plain
-    decoding draws with the same seed, whatever was drafted: the draft only decides how many of them one
-    decode yields.
+    ``draw(i)`` is the target's own draw after i drafted tokens. Whatever was drafted, the emitted
+    tokens are the ones that plain decoding draws with the same seed; the draft only decides how many of
+    them one decode yields.
     """
     for i, token in enumerate(drafted):
         choice = draw(i)
@@ -169,15 +169,15 @@ def seeded_rule(drafted: Sequence[int], draw: Callable[[int], int]) -> Acceptanc
 
 
 def rule_name(rule: Rule) -> str:
-    """Return the name of a rule; "function" for a rule that is a function."""
+    """Return the name of a rule; "function" if it is a function."""
     return rule if isinstance(rule, str) else "function"
 
 
 def draft_seed(seed: int, position: int) -> int:
     """Return the seed for the draws of a sampled draft that begins at ``position``.
 
-    Each round has a different seed. Decisions of the block rule and of the draft-length controller
-    depend on rejected tokens, so the noise that drew those must not be used again.
+    Each round has a different seed. The block rule and the draft-length controller make decisions that
+    depend on rejected tokens, so the noise that drew these must not be used again.
     """
     return derive_seed(seed, position)
 
@@ -197,7 +197,7 @@ def apply_rule(
 
     Raises:
         ConfigError: an unknown rule, a token whose source gives it probability zero, or a function that
-            returns no `Acceptance` of this draft.
+            does not return an `Acceptance` for this draft.
     """
     known = {"token": token_rule, "block": block_rule}
     chosen = known.get(rule) if isinstance(rule, str) else rule
@@ -230,11 +230,10 @@ class Verdict(NamedTuple):
 
     Attributes:
         n_accepted: how many of the drafted tokens are accepted.
-        n_kept: how many the text takes. This leaves out the last accepted one if it ends the text,
-            or if nothing can be drawn after it.
-        token: the token after the kept ones.
-        source: where that token comes from: "bonus", "corrected", or "drafted" if it is in the
-            draft.
+        n_kept: how many the text takes. The last accepted one is left out if it ends the text, or if
+            nothing can be drawn after it.
+        token: the token after the kept tokens.
+        source: where ``token`` comes from: "bonus", "corrected", or "drafted" if it is in the draft.
     """
 
     n_accepted: int
@@ -250,11 +249,11 @@ class RoundTrace:
     Attributes:
         position: the position of the first drafted token in the text, which includes the prompt.
         draft: the drafted ids.
-        logprobs: the target's log-probabilities, in nats, of the accepted tokens in order, and then
-            of the rejected token after them, if any.
+        logprobs: the target's log-probabilities of the accepted tokens, in order, and of the rejected
+            token after them, if any, in nats.
         n_accepted, n_rejected: counts of drafted tokens; the others were not tested.
-        following: the token after the accepted ones. It is the target's own token, or an accepted
-            one that ends the text.
+        following: the token after the accepted ones: the target's own token, or an accepted one that
+            ends the text.
         drafter: the name of the drafter.
         draft_s, verify_s: seconds of the draft, and of the decode or this text's share of it.
     """
@@ -294,17 +293,17 @@ class Plan:
     """
 
     def __init__(self, text: Text, draft: Draft) -> None:
-        if not text.is_behind:  # the drafter, a user's code, has read the logits after the text
+        if not text.is_behind:  # the drafter (user code) has read the logits after the text
             text.truncate(len(text.tokens) - 1)
         self.tokens = [*text.lacking(), *draft.tokens]
         self.rows: Sequence[LogitsRow] = ()
         self._text = text
         self._draft = draft
-        self._fork: int | None = None  # the sequence of a decode that cannot be undone in place
+        self._fork: int | None = None  # the sequence for a decode that cannot be undone in place
         self._samplers = [text.sampler]  # samplers that have accepted 0, 1, ... drafted tokens
 
     def decode(self) -> Sequence[LogitsRow]:
-        """Decode only these tokens, and return their rows. ``keep`` or ``end`` must follow.
+        """Decode only these tokens and return their rows. Call ``keep`` or ``end`` afterwards.
 
         Raises:
             CapacityError, DecodeError: the text is as before.
@@ -326,7 +325,7 @@ class Plan:
         return self.rows
 
     def end(self) -> None:
-        """Release the sequence that is held for it; safe to call at any time."""
+        """Release the sequence that it holds; safe to call at any time."""
         fork, self._fork = self._fork, None
         if fork is not None:
             self._text.ctx.sequences.free(fork)
@@ -339,7 +338,8 @@ class Plan:
         The draft has at least one token, and the text's last token was decoded together with it.
 
         Raises:
-            GrammarError, ConstraintError, ConfigError: the target can draw nothing right after the text.
+            GrammarError, ConstraintError, ConfigError: the target cannot draw any token right after the
+                text.
         """
         tokens, is_eog = self._draft.tokens, self._text.ctx.model.is_eog
         version = self._text.version
@@ -359,8 +359,8 @@ class Plan:
     def _judge(self, rule: Rule) -> tuple[int, int | None]:
         """Return how many tokens are accepted, and the token after them.
 
-        That token is None if the target can draw nothing there. For example, the grammar is
-        complete, but a logit bias forbids the EOG token.
+        That token is None if the target cannot draw any, for example because the grammar is complete
+        but a logit bias forbids the EOG token.
         """
         drafted, sources, text = self._draft.tokens, self._draft.sources, self._text
         n, seed, position = len(drafted), text.seed, len(text.tokens)
@@ -379,7 +379,7 @@ class Plan:
                     raise error from error.__cause__
                 if dead_end.n == n:  # all n tokens are accepted; the rule needs the next one
                     return n, None
-                # The block rule looks ahead before it decides: apply it to the draft up to there.
+                # The block rule looks ahead before it decides, so apply it to the draft up to there.
                 n = dead_end.n
 
     def _target(self, n: int) -> Distribution:
@@ -424,7 +424,7 @@ class Plan:
         """Return the report for ``on_round``, before ``keep``; its times are set later."""
         draft, n = self._draft, verdict.n_accepted
         tokens = tuple(draft.tokens)
-        # After a token that ends the text nothing was judged.
+        # Nothing after a token that ends the text was judged.
         n_judged = n if verdict.n_kept < n else min(n + 1, len(tokens))
         logprobs = tuple(self.rows[i].logprob(tokens[i]) for i in range(n_judged))
         return RoundTrace(
@@ -441,7 +441,7 @@ class Plan:
     # -- keeping -----------------------------------------------------------------------------------
 
     def keep(self, n: int) -> list[str]:
-        """Append the first ``n`` drafted tokens to the text, drop the others from memory.
+        """Append the first ``n`` drafted tokens to the text, and drop the others from memory.
 
         Returns:
             the text that each token completes.

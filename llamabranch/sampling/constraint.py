@@ -1,8 +1,8 @@
-"""Constraints in Python: which texts are allowed, decided by functions of the text.
+"""Constraints in Python: functions of the text that decide which texts are allowed.
 
 A constraint answers two questions: can a text be continued to a valid one, and is it valid already? A
-token is allowed if the text with it can be continued or, for a token that ends the text, if the text is
-valid. A constraint gets only whole characters; bytes of an unfinished one wait for the rest.
+token is allowed if the text with it can be continued or, if the token ends the text, if the text is
+valid. A constraint gets only whole characters; the bytes of an unfinished one wait for the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..model import Model
 
 
 class Constraint(Protocol):
-    """Decides which texts are allowed. Both methods get the generated text, and must be pure."""
+    """Decides which texts are allowed. Both methods get the generated text and must be pure functions."""
 
     def prefix(self, text: str) -> bool:
         """Return False only if no valid text begins with ``text``."""
@@ -36,7 +36,7 @@ class ConstraintCalls:
     """Calls a constraint, and counts the calls.
 
     Args:
-        constraint: a function of the text, for both questions; or an object with ``prefix`` and
+        constraint: a function of the text that answers both questions, or an object with ``prefix`` and
             ``complete``.
 
     Attributes:
@@ -65,7 +65,8 @@ class ConstraintCalls:
         """Ask whether ``text`` is valid (``is_end``), or can be continued to a valid text.
 
         Raises:
-            ConfigError: the constraint raises an exception, or returns neither True nor False.
+            ConfigError: the constraint raises an exception, or returns something other than True or
+                False.
         """
         method = self._complete if is_end else self._prefix
         self.calls += 1
@@ -104,7 +105,7 @@ class ConstraintState:
         calls: calls the constraint.
         model: has the texts of tokens.
         stop: strings that end a text; the constraint does not see them.
-        stop_tokens: tokens that end a text; their text is a part of it.
+        stop_tokens: tokens that end a text and are part of it.
 
     Attributes:
         text: the generated text so far, in whole characters.
@@ -144,10 +145,10 @@ class ConstraintState:
         return state
 
     def allows(self, token: int) -> bool:
-        """Return whether the constraint lets ``token`` follow. Answers are kept.
+        """Return whether the constraint allows ``token`` next; the answer is cached.
 
         Raises:
-            ConstraintError: many tokens were refused, and the constraint refuses the text so far, too.
+            ConstraintError: many tokens were refused, and the constraint refuses even the text so far.
             ConfigError: the constraint refuses a text that it allowed before.
         """
         if token not in self._after:
@@ -165,7 +166,7 @@ class ConstraintState:
         return not self._pending and self.calls.allows(self.text, is_end=True)
 
     def dead_end(self) -> ConstraintError:
-        """Return the error of a text that no token may follow."""
+        """Return the error for a text that no token may follow."""
         return ConstraintError(
             f"the constraint allows no token after {self.text[-60:]!r}",
             hint="prefix(text) must be False for a text that cannot be continued to a valid one",
@@ -186,7 +187,7 @@ class ConstraintState:
         return after._was_allowed
 
     def _stop_end(self, text: str) -> int | None:
-        """Return where the stop string begins that the last token completes; None without one."""
+        """Return where the stop string that the last token completes begins; None if there is none."""
         ends = []
         for stop in self._stop:
             at = text.find(stop, max(0, len(self.text) - len(stop) + 1))

@@ -1,7 +1,7 @@
-"""Sparse categorical distributions, and the draw from them.
+"""Sparse categorical distributions, and how to draw from them.
 
-Every draw is Gumbel-max, argmax_x(log p(x) + g(x)), with the noise g of ``noise.py``. Pure NumPy:
-this module uses neither models nor llama.cpp.
+Every draw is Gumbel-max, argmax_x(log p(x) + g(x)), with the noise g of ``noise.py``. This module is
+pure NumPy and needs neither models nor llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..arguments import choice, instance, whole
 from ..errors import ConfigError
 from .noise import DRAW, Floats, Ids, log_uniforms
 
-_LEAST_WEIGHT = np.array(1e-300)  # an array without axes, which NumPy handles faster than a scalar
+_LEAST_WEIGHT = np.array(1e-300)  # a 0-d array, which NumPy handles faster than a scalar
 T = TypeVar("T", bound=np.generic)
 _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 
@@ -25,10 +25,10 @@ _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] | None:
     """Return ascending ids that include the ``k`` largest of ``logits`` (V,) and all ties with them.
 
-    There are only a few more than k of them, and they are found without sorting. The row is divided into
-    8 k blocks, and the maximum of each block is computed. At least k logits are as large as the k-th
-    largest maximum, so the k largest logits are too. All logits that large are returned. The result is
-    None if this is impossible or saves no time: NaN among the logits, a small vocabulary, too many ties.
+    They are found without sorting and are only a few more than k. The row is divided into 8 k blocks,
+    and the maximum of each block is computed. At least k logits are as large as the k-th largest
+    maximum, so the k largest logits are too. We return all logits that large. The result is None if
+    this is impossible or saves no time: NaN among the logits, a small vocabulary, too many ties.
     """
     n_blocks = max(512, 8 * k)
     n_rows = len(logits) // n_blocks
@@ -62,7 +62,7 @@ class Distribution:
                 f"got shapes {ids.shape} and {logprobs.shape}"
             )
         self.ids = ids
-        self._logweights = logprobs  # equal to the log-probabilities up to a constant
+        self._logweights = logprobs  # the log-probabilities plus some constant
         self._logprobs: Floats | None = logprobs
 
     @property
@@ -75,7 +75,7 @@ class Distribution:
 
     @classmethod
     def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
-        """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are omitted."""
+        """Return softmax(logits); logits are (V,), or (K,) with ``ids``. Entries of -inf are left out."""
         x = number_array("logits", logits, np.float64, copy=True)
         top = x.max() if len(x) else -math.inf
         if not math.isfinite(top):
@@ -92,14 +92,14 @@ class Distribution:
 
     @classmethod
     def from_logweights(cls, ids: Ids, logweights: Floats) -> Distribution:
-        """Return the distribution proportional to exp(logweights), both (K,): finite, the largest 0."""
+        """Return the distribution proportional to exp(logweights), (K,), finite, with the largest 0."""
         distribution = cls(ids, logweights)
         distribution._logprobs = None
         return distribution
 
     @classmethod
     def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
-        """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
+        """Return the distribution proportional to ``probs`` >= 0: (V,), or (K,) with ``ids``."""
         probs = number_array("probabilities", probs, np.float64)
         all_ids = number_array("ids", np.arange(len(probs)) if ids is None else ids, np.int32)
         keep = probs > 0.0
@@ -149,7 +149,7 @@ class Distribution:
         return max(0.0, -float(np.dot(np.exp(self.logprobs), self.logprobs))) / log_base(base)
 
     def argmax(self) -> int:
-        """Return the most probable token; among equally probable ones the smallest id."""
+        """Return the most probable token, and if several are, the one with the smallest id."""
         best = self.logprobs.max()
         return int(self.ids[self.logprobs == best].min())
 
@@ -192,10 +192,10 @@ class Distribution:
         return np.where(self.ids[where] == ids, np.exp(self.logprobs[where]), 0.0)
 
     def residual(self, other: Distribution) -> Distribution:
-        """Return norm(max(self - other, 0)); the replacement of a rejected token is drawn from it.
+        """Return norm(max(self - other, 0)), from which the replacement for a rejected token is drawn.
 
-        Leviathan et al. 2022, section 2.3. If both distributions are equal nothing is left, but then no
-        token is ever rejected; this case returns ``self``.
+        Leviathan et al. 2022, section 2.3. If both distributions are equal, nothing is left, but then
+        no token is ever rejected; return ``self``.
         """
         instance("other", other, Distribution)
         left = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)

@@ -20,13 +20,13 @@ Floats = npt.NDArray[np.float64]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are well spread
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53  # MurmurHash3 fmix64
-# Arrays without axes, which NumPy handles faster than scalars.
+# 0-d arrays, which NumPy handles faster than scalars.
 _U_MIX_1, _U_MIX_2, _U_33, _U_11, _U_GOLDEN, _U_1 = (
     np.array(x, dtype=np.uint64) for x in (_MIX_1, _MIX_2, 33, 11, _GOLDEN, 1)
 )
 _TO_UNIT = 2.0**-53
 
-# Purposes: independent noise for draws, rejection rules, XTC's decision, seeds of forks, and for drafts
+# Purposes have independent noise: draws, rejection rules, XTC's decision, seeds of forks, and drafts
 # under the rejection rules, whose draws must not depend on the target's.
 DRAW, RULE, MIXTURE, FORK, DRAFT = 0, 1, 2, 3, 4
 
@@ -48,7 +48,7 @@ def _key(seed: int, position: int, purpose: int) -> int:
 
 
 def _unit(key: int, ids: Ids) -> Floats:
-    """Uniform numbers strictly inside (0, 1), one for each id."""
+    """Return uniform numbers strictly between 0 and 1, one for each id."""
     x = ids.astype(np.uint64)
     x += _U_1
     x *= _U_GOLDEN
@@ -61,7 +61,7 @@ def _unit(key: int, ids: Ids) -> Floats:
     x *= _U_MIX_2
     np.right_shift(x, _U_33, out=shifted)
     x ^= shifted
-    x >>= _U_11  # the 53 bits a float64 can hold exactly
+    x >>= _U_11  # the 53 bits that a float64 holds exactly
     unit: Floats = x.astype(np.float64)
     unit += 0.5
     unit *= _TO_UNIT

@@ -32,7 +32,7 @@ def _within(default: T, low: float, high: float, is_open: bool = False) -> T:
     return field(default=default, metadata={"range": _Range(low, high, is_open)})
 
 
-# Arguments that are not sampling settings, and the calls that take them.
+# Arguments that are not sampling settings, and the functions that take them.
 _ARGUMENTS = {
     **dict.fromkeys(("max_tokens", "stop"), "complete, chat, generate and Request"),
     **dict.fromkeys(("stop_tokens", "prompt_logprobs"), "complete, chat and Request"),
@@ -142,14 +142,13 @@ class SamplingParams:
         dry_*: the "don't repeat yourself" penalty on repeated sequences; multiplier 0 = off.
         logit_bias: maps a token id to a number that is added to its logit; -inf = never this token.
         min_keep: truncation keeps at least this many tokens.
-        seed: an integer from 0 to 2^64 - 1; -1 = a random one for each text (``Branch.seed`` tells
-            which); None = not given: an engine derives one from its own seed, anything else takes a
-            random one.
-        logprobs: False = tokens have no log-probability and entropy (both are NaN), and branches
-            no surprisals, which saves time for each token; the text is the same.
+        seed: an integer from 0 to 2^64 - 1. -1 = a random seed for each text (``Branch.seed`` tells
+            which). None = an engine derives one from its own seed; anything else uses a random one.
+        logprobs: False = tokens have no log-probability or entropy (both are NaN), and branches have no
+            surprisals. This saves time with each token; the text is the same.
         logits_processor: a function that gets the ids of all tokens so far and the model's logits, and
-            returns the logits to use, as in llama-cpp-python. It may depend only on these two: it is
-            called for drafted tokens too, any number of times for a position.
+            returns the logits to use, as in llama-cpp-python. It may depend only on these two, because
+            it is also called for drafted tokens, any number of times per position.
 
     Raises:
         ConfigError: an unknown setting, or a value that is out of range or not a number.
@@ -229,7 +228,7 @@ class SamplingParams:
                     f"32-bit float), or -inf, not {value if isinstance(value, float) else 'more'}"
                 )
             if value < -_FLOAT_MAX:
-                bias[token] = -math.inf  # no 32-bit float is lower
+                bias[token] = -math.inf  # the lowest 32-bit float
         object.__setattr__(self, "logit_bias", bias)
 
     def replace(self, **changes: Unpack[SamplingSettings]) -> SamplingParams:
@@ -243,11 +242,9 @@ class SamplingParams:
     def drawn_seed(self, otherwise: int | None = None) -> int:
         """Return the seed of a text: ``seed``, a random one for -1, and ``otherwise`` if none is set.
 
-        Without ``otherwise`` that is a random one too.
+        Without ``otherwise``, that is random too.
         """
-        from .noise import (
-            random_seed,
-        )  # imports NumPy, which a command that looks something up lacks
+        from .noise import random_seed  # imports NumPy, which commands that look things up do not
 
         seed = otherwise if self.seed is None else self.seed
         return random_seed() if seed is None or seed == -1 else seed
@@ -295,7 +292,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """True if tokens that occurred are penalised."""
+        """True if tokens are penalised for having occurred."""
         return self.penalty_last_n != 0 and (
             self.repeat_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -305,7 +302,7 @@ class SamplingParams:
 
 @functools.cache
 def _ranges() -> list[tuple[str, bool, _Range]]:
-    """Return the numeric settings: whether they are integers, and their ranges."""
+    """Return each numeric setting's range, and whether it is an integer."""
     numbers = [f for f in fields(SamplingParams) if "range" in f.metadata]
     return [(f.name, type(f.default) is int, f.metadata["range"]) for f in numbers]
 
@@ -328,7 +325,7 @@ def settings_of(sampling: SamplingParams | None, **changes: object) -> SamplingP
     """Return ``sampling``, or the defaults if it is None, with some settings changed.
 
     Raises:
-        ConfigError: ``sampling`` is something else, or a name or a value is bad.
+        ConfigError: ``sampling`` has another type, or a name or a value is bad.
     """
     params = SamplingParams() if sampling is None else sampling
     params = instance("sampling", params, SamplingParams, "SamplingParams(temperature=0.8, ...)")

@@ -1,9 +1,9 @@
 """From logits to the distribution from which the next token is drawn.
 
 A llama.cpp sampler chain is used as a *transform*: it masks, truncates, penalises and scales, and returns
-the remaining candidates. It never draws; :class:`~llamabranch.sampling.distribution.Distribution` does,
-with counter-based noise. XTC is the only sampler of llama.cpp that makes a random decision of its own. So
-our noise decides whether XTC applies, and llama.cpp then gets the probability 1 or 0.
+the remaining candidates. It never draws; :class:`~llamabranch.sampling.distribution.Distribution` does
+that, with counter-based noise. XTC is the only llama.cpp sampler with a random decision of its own. So
+our noise decides whether XTC applies, and llama.cpp gets 1 or 0 as its probability.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .params import SamplingParams
 LogitsArray = npt.NDArray[np.float32]
 
 _FLOAT_MAX = float(np.finfo(np.float32).max)
-_SAFE = 1e37  # below it, small additions cannot leave the range of a 32-bit float
-_LOGIT = 1e6  # an upper bound of the logits of a model
+_SAFE = 1e37  # small additions to smaller logits stay in a 32-bit float's range
+_LOGIT = 1e6  # an upper bound for a model's logits
 _LEAST_NORMAL = 1e-300
 
 
 class Sampler:
     """Turns a row of logits into the distribution of the next token; keeps the state of the samplers.
 
-    Penalties and DRY keep the last tokens, a logits processor keeps all tokens, a grammar keeps its
-    position, and a constraint keeps the text. Without these the sampler has no state, and ``clone``
-    returns the sampler itself.
+    Penalties and DRY keep the last tokens, a logits processor keeps all tokens, a grammar its position,
+    and a constraint the text. Without these the sampler has no state, and ``clone`` returns the sampler
+    itself.
 
     Attributes:
-        is_argmax: whether the result is always the largest logit, whatever tokens came before.
-        constraint: the text under the constraint of a generation, None without one. It changes which
-            token is drawn, but not the distribution.
+        is_argmax: whether the result is always the largest logit, regardless of earlier tokens.
+        constraint: the state of a generation's constraint, or None. It changes which token is drawn,
+            but not the distribution.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Sampler:
         p = self.params
         if not p.uses_history:
             return None
-        # -1 = the whole context. This is more tokens than any branch has; llama.cpp stores only the
-        # existing ones.
+        # -1 = the whole context: a number larger than any branch. llama.cpp stores only the tokens that
+        # exist.
         whole = max(self.model.n_ctx_train, 1 << 16)
         chain = SamplerHandle.chain(self.model.handle)
         if p.penalises:
@@ -169,7 +169,7 @@ class Sampler:
         p = self.params
         if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
             return None
-        # If nothing comes in between, the temperature joins the truncation chain, which saves a call.
+        # If nothing comes between them, the temperature joins the truncation chain, which saves a call.
         joins = self._xtc is None and not self._temperature_may_fail()
         joined = self._truncation if joins else None
         chain = SamplerHandle.chain(self.model.handle) if joined is None else joined
@@ -207,7 +207,7 @@ class Sampler:
     def current_row_sampler(self) -> core.RowSampler | None:
         """The compiled core for the next token; None if it is missing or does not support these settings.
 
-        Use it at once: copies of this sampler share it, each with its own mask of a grammar.
+        Use it at once, because copies of this sampler share it, each with its own grammar mask.
 
         Raises:
             GrammarError: the grammar is too complex at this position.
@@ -230,8 +230,7 @@ class Sampler:
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
         """Return the distribution of the next token for ``logits`` (V,); the state does not change.
 
-        ``position``: where the next token stands. Only XTC uses it and ``seed``, to decide whether it
-        applies.
+        ``position`` is the next token's. Only XTC uses it and ``seed``, to decide whether it applies.
 
         Raises:
             GrammarError: the grammar is complete, or allows no token.
@@ -286,8 +285,7 @@ class Sampler:
     def draw_allowed(self, logits: LogitsArray, position: int, seed: int) -> int:
         """Return the first token that the constraint allows, in the order of a draw without replacement.
 
-        If it refuses all tokens that the settings leave, the other tokens are tried, the most probable
-        first.
+        If it refuses all tokens that the settings leave, try the other tokens, most probable first.
 
         Raises:
             ConstraintError: the constraint allows no token.
@@ -312,7 +310,7 @@ class Sampler:
                 yield int(ids[i])
 
     def constrained(self, state: ConstraintState | None) -> Sampler:
-        """Return a copy after the same tokens, with another constraint or none."""
+        """Return a copy with the same tokens and another constraint, or none."""
         sampler = object.__new__(Sampler)
         sampler.__dict__.update(self.__dict__)
         sampler.constraint = state
@@ -329,8 +327,8 @@ class Sampler:
             scores: logits, or log-probabilities as beam search processes them, (V,).
 
         Returns:
-            ids int32 (K,), each once, in no particular order, and scores float64 (K,); K is 0 if nothing
-            is allowed. Penalties are computed with 32-bit floats.
+            ids, int32 (K,), each once and in no particular order, and scores, float64 (K,). K is 0 if
+            nothing is allowed. Penalties are computed in 32-bit floats.
         """
         if scores.shape != (self.model.n_vocab,):
             raise ConfigError(f"scores must have shape ({self.model.n_vocab},), not {scores.shape}")
@@ -373,7 +371,7 @@ class Sampler:
 
     def _allowed(self, state: Matcher, logits: LogitsArray) -> npt.NDArray[np.intp]:
         """Return the tokens that the grammar allows, ascending, without those whose logit is -inf."""
-        # Truncation must not get an array without candidates.
+        # Truncation must not get an empty array.
         allowed = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
         allowed = allowed[logits[allowed] > -np.inf]
         if not len(allowed):
@@ -396,9 +394,9 @@ class Sampler:
         if math.isfinite(best):
             return
         over, before = left == best, logits[ids]
-        if best > 0:  # divided by a tiny repeat penalty: the largest is far above all others
+        if best > 0:  # divided by a tiny repeat penalty, so the largest is far above the rest
             left[over] = np.where(before[over] == before[over].max(), _FLOAT_MAX, 0.0)
-        else:  # all overflowed to -inf: the allowed ones become equal
+        else:  # all overflowed to -inf, so the allowed ones become equal
             left[before > -np.inf] = 0.0
         self._buffer.fill(left, ids)
 
@@ -442,7 +440,7 @@ class Sampler:
                 self._history.accept(token)
 
     def count_allowed(self, tokens: Iterable[int]) -> int:
-        """Return how many of ``tokens``, one after the other, the grammar allows."""
+        """Return how many of ``tokens`` the grammar allows, one after the other."""
         if self._grammar_state is None:
             return sum(1 for _ in tokens)
         state, n = self._grammar_state.clone(), 0
@@ -467,7 +465,7 @@ class Sampler:
         return sampler
 
     def accept_prompt(self, tokens: TokenIds) -> None:
-        """Remember prompt tokens: they count for penalties, not for the grammar."""
+        """Remember prompt tokens, which count for penalties but not for the grammar."""
         if self._history is not None or self._tokens is not None:
             tokens = token_list(tokens)
             self.model.check_tokens(tokens)

@@ -1,4 +1,4 @@
-"""Searches: several continuations of one branch, which share its cells and their decodes."""
+"""Searches: several continuations of one branch that share its cells and are decoded together."""
 
 from .beam import beam_search
 from .best_of import best_of_n

@@ -28,7 +28,7 @@ def beam_search(
     early_stopping: bool | str = False,
     stop: str | Sequence[str] = (),
 ) -> SearchResult:
-    """Return the most probable continuations found by a beam search, at most one for each beam.
+    """Return the most probable continuations that a beam search finds, at most one per beam.
 
     A beam's score is the sum of the model's log-probabilities after the branch's logit bias, grammar and
     penalties, without renormalisation; temperature and truncation are ignored. The final score is that
@@ -36,19 +36,19 @@ def beam_search(
     for all beams; the first token costs none.
 
     Args:
-        branch: a branch that has read the prompt; it does not change.
+        branch: a branch that has read the prompt; it stays unchanged.
         beams: the number of beams; each needs a free sequence.
         max_tokens: the most tokens of a text, including EOG; beams that reach it are finished.
         length_penalty: positive values favour long texts, negative ones short texts; from -32 to 32.
-        early_stopping: True = end when ``beams`` texts are finished; False = end also when the best
-            running beam, with its score at its present length, is no better than the worst finished text;
-            "never" = end only when no running beam can become better. Textbook beam search is "never"
+        early_stopping: True = end when ``beams`` texts are finished. False = then continue until the
+            best running beam, scored at its present length, is no better than the worst finished text.
+            "never" = continue until no running beam can become better. Textbook beam search is "never"
             with ``length_penalty`` 0.
-        stop: strings that end a text, like an EOG token.
+        stop: strings that end a text, as an EOG token does.
 
     Raises:
-        ConfigError: a value out of range. BranchStateError, CacheFullError, DecodeError: the search
-        frees its sequences. SequencesExhaustedError: fewer than ``beams`` sequences are free.
+        ConfigError: a value out of range. SequencesExhaustedError: fewer than ``beams`` sequences are
+        free. BranchStateError, CacheFullError, DecodeError: the search has freed its sequences.
     """
     beams = whole("beams", beams, 1, MOST_TEXTS)
     max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
@@ -82,10 +82,10 @@ class _Beam(TextNode):
     """A text: its parent continued by ``token``.
 
     Attributes:
-        text: the text of all its tokens, with ``pending``: the bytes of an incomplete character.
+        text: the text of all its tokens; ``pending`` has the bytes of an incomplete character after it.
         logprob: the sum of log p of its tokens, nats.
         reason: why it has ended; "" while it runs.
-        branch: holds its tokens; its parent's before the token is decoded.
+        branch: holds its tokens; until ``token`` is decoded, this is its parent's branch.
     """
 
     parent: _Beam | None
@@ -97,14 +97,14 @@ class _Beam(TextNode):
     reason: str = ""
 
     def end(self, model: Model, stop: Sequence[str], *, is_last: bool) -> None:
-        """Note whether the text ends here. ``is_last``: it has ``max_tokens``."""
+        """Note whether the text ends here. ``is_last``: it has reached ``max_tokens``."""
         if model.is_eog(self.token) or any(string in self.text for string in stop):
             self.reason = "stop"
         elif is_last:
             self.reason = "length"
 
     def hypothesis(self, model: Model, stop: Sequence[str], score: float) -> Hypothesis:
-        """Return it as a result, its text without a stop string."""
+        """Return it as a result, without the stop string in its text."""
         tokens = [beam.token for beam in self.path[1:]]
         if model.is_eog(self.token):
             tokens.pop()
@@ -113,13 +113,13 @@ class _Beam(TextNode):
 
 
 Scores = list[tuple[int, float]]  # the best tokens after a text, with their scores
-Continued = tuple[Scores, dict[int, float]]  # and the model's own log-probabilities of them, nats
+Continued = tuple[Scores, dict[int, float]]  # and the log-probabilities under the model, nats
 
 
 def _continued(
     model: Model, running: Sequence[_Beam], continuations: Sequence[Continued], chosen: Candidate
 ) -> _Beam:
-    """Return a running beam continued by the token that was chosen."""
+    """Continue a running beam with the token that was chosen."""
     parent, token, piece = running[chosen.beam], chosen.token, ""
     pending = parent.pending
     if not model.is_eog(token):
@@ -129,10 +129,10 @@ def _continued(
 
 
 class _Sequences:
-    """The branches of the running beams, all forked from the branch of the search; freed at its end.
+    """The branches of the running beams, all forked from the search's branch and freed at its end.
 
     Args:
-        branch, stats: of the search.
+        branch, stats: the search's branch and cost.
         k: how many of the best tokens after each beam are returned.
     """
 
@@ -148,7 +148,7 @@ class _Sequences:
     def advance(self, beams: Sequence[_Beam]) -> list[Continued]:
         """Decode the last token of each beam in one decode; return the best tokens after each.
 
-        The last child of a beam takes over its branch; the others get forks.
+        A beam's last child takes over its branch; the others get forks.
         """
         ctx, batch = self._root.ctx, Batch()
         with ctx.lock:
@@ -171,7 +171,7 @@ class _Sequences:
             return [self.scored(text) for text in texts]
 
     def scored(self, text: Text) -> Continued:
-        """Return the best tokens after a text; fewer than ``k`` where a grammar forbids the others.
+        """Return the best tokens after a text: ``k``, or fewer if a grammar forbids the rest.
 
         A score is a log-probability after logit bias, grammar and penalties, not normalised again.
         """
@@ -186,7 +186,7 @@ class _Sequences:
         return self._held[-1]
 
     def _free(self, used: Collection[Branch]) -> None:
-        """Free all branches but these."""
+        """Free all branches except these."""
         for branch in self._held:
             if branch not in used:
                 branch.prune()

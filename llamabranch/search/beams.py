@@ -1,8 +1,8 @@
-"""The selection of beam search, without a model: which continuations are kept, which are finished.
+"""How beam search selects, without a model: which continuations are kept, and which are finished.
 
-It works as in Hugging Face transformers 5 (``generate(num_beams=...)``), with two
-differences that change no result with a usual vocabulary: scores are float64, and beams that do not exist
-yet, or whose continuations are all forbidden, are left out instead of being scored with -1e9.
+It works as in Hugging Face transformers 5 (``generate(num_beams=...)``), with two differences that do
+not change the result with a usual vocabulary. Scores are float64. Beams that do not exist yet, or whose
+continuations are all forbidden, are left out instead of being scored with -1e9.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Beams:
 
     Args:
         width: the number of beams.
-        n_eog: how many tokens of the vocabulary end a text.
+        n_eog: how many EOG tokens the vocabulary has.
         max_tokens: the most tokens of a text, the EOG token included.
         length_penalty, early_stopping: as for `beam_search`.
 
@@ -97,8 +97,8 @@ class Beams:
     ) -> list[int]:
         """Finish the chosen continuations that stop, keep the best others running.
 
-        ``stops`` tells for each candidate whether its text ends, ``keys`` has its key in ``finished``.
-        Return the indices of the candidates that continue, best first, at most ``width``.
+        For each candidate, ``stops`` tells whether its text ends, and ``keys`` has its key in
+        ``finished``. Return the indices of the candidates that continue, best first, at most ``width``.
         """
         self._n_tokens += 1
         length = self._n_tokens**self._length_penalty
@@ -116,7 +116,7 @@ class Beams:
         return running
 
     def _may_improve(self, full: bool) -> bool:
-        """Return whether the best running beam may still become better than the worst finished one."""
+        """Return whether the best running beam may still beat the worst finished one."""
         if not full:
             return True
         length = self._n_tokens

@@ -35,13 +35,13 @@ def best_of_n(
         n: how many texts.
         max_tokens: the most tokens of each; None = until the model ends it or the cache is full.
         reward: a function of the text that returns its score; None = the mean log-probability of its
-            tokens, the model's own, before sampling settings.
+            tokens under the model itself, before any sampling settings.
         stop: strings that end a text.
         seed: the seed of the draws; None = the branch's.
 
     Raises:
-        ConfigError: a value is out of range. Errors of ``reward``; BranchStateError, CapacityError,
-        DecodeError: the search frees its sequences.
+        ConfigError: a value is out of range. BranchStateError, CapacityError, DecodeError, and errors
+        of ``reward``: the search has freed its sequences.
     """
     n = whole("n", n, 1, MOST_TEXTS)
     max_tokens = token_limit(max_tokens)
@@ -61,5 +61,5 @@ def best_of_n(
     seed, stats = first_seed(branch, seed), SearchStats()
     texts = sample(branch, stats, n, seed, max_tokens, stop)
     hypotheses = [hypothesis(text, score_of(text)) for text in texts]
-    hypotheses.sort(key=lambda h: -h.score)  # among equal texts the earlier one comes first
+    hypotheses.sort(key=lambda h: -h.score)  # among equal scores, the earlier text comes first
     return SearchResult(hypotheses, stats)

@@ -16,9 +16,9 @@ class Hypothesis:
     Attributes:
         tokens: the generated ids, including the tokens of a stop string, but not EOG tokens.
         text: their text, without the stop string that ended it.
-        logprob: the sum of their log-probabilities under the model's own distribution, nats, including
-            that of an EOG token that ended the text.
-        score: the hypotheses are ordered by it.
+        logprob: the sum of their log-probabilities under the model's own distribution, nats; an EOG
+            token that ended the text counts too.
+        score: the number that the hypotheses are sorted by.
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (the cache is full),
             or "decided" (the vote was decided before it ended).
     """
@@ -50,7 +50,7 @@ class SearchResult:
     Attributes:
         hypotheses: best first; empty if nothing could be generated.
         stats: the cost.
-        votes: only from ``vote``: the number of texts for each answer, the most frequent first.
+        votes: only from ``vote``: how many texts gave each answer, the most frequent answer first.
     """
 
     hypotheses: list[Hypothesis]
@@ -73,12 +73,12 @@ class SearchResult:
 
     @property
     def answer(self) -> str | float | None:
-        """The most frequent answer of a ``vote``; None if no text has one, and for other searches."""
+        """The most frequent answer of a ``vote``; None without any answer, and for other searches."""
         return next(iter(self.votes), None)
 
     @property
     def text(self) -> str:
-        """The text of the best hypothesis, or "" without one."""
+        """The text of the best hypothesis, or "" if there is none."""
         return self.hypotheses[0].text if self.hypotheses else ""
 
     def __repr__(self) -> str:

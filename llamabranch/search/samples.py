@@ -1,4 +1,4 @@
-"""Texts that are sampled together: they continue one branch, and share decodes.
+"""Texts that are sampled together: they continue one branch and share decodes.
 
 A text depends only on its seed and on the text before it. So it does not matter which texts share a
 decode, or which of them had to wait. Nothing is drafted.
@@ -20,7 +20,7 @@ from .result import Hypothesis, SearchStats
 
 
 def logprobs(text: Result) -> list[float]:
-    """Return log p of the tokens of a text, with that of an EOG token that ended it, nats."""
+    """Return log p of each token of a text, including an EOG token that ended it, nats."""
     end = text.end
     return [produced.logprob for produced in (*text.emitted, *([] if end is None else [end]))]
 
@@ -44,18 +44,18 @@ def sample(
     """Sample ``n`` texts from a branch until all have ended, or the search is decided.
 
     Args:
-        stats: the cost; it is counted here.
+        stats: the cost, which is counted here.
         seed: the seed of text number 0; the seeds of other texts are derived from it.
         n, max_tokens, stop: as for `best_of_n`.
-        parallel: the most texts that run at a time; None = as many as there are sequences.
-        is_decided: called with the texts that a step has ended; a true result ends the others, as
-            "cancelled".
+        parallel: how many texts may run at a time; None = as many as there are sequences.
+        is_decided: called with the texts that have ended in a step; if it returns True, the others end
+            as "cancelled".
 
     Returns:
-        the texts, by their numbers.
+        the texts, in the order of their numbers.
 
     Raises:
-        DecodeError, and errors of ``is_decided``: all sequences are freed.
+        DecodeError, and errors of ``is_decided``: all sequences have been freed.
     """
     counted = EngineStats()
     client = Client(Drafting(branch.ctx), counted, parallel, max_tokens=max_tokens)

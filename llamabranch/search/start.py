@@ -7,12 +7,12 @@ from ..branch import Branch
 from ..errors import SequencesExhaustedError
 from ..sampling import SamplingParams
 
-MOST_TEXTS = 100_000  # of one search; each takes a few kilobytes, as in an engine's request
+MOST_TEXTS = 100_000  # in one search; each takes a few kilobytes, as in an engine's request
 _MOST_TOKENS = 2**31 - 1
 
 
 def check_start(branch: Branch, n_sequences: int = 1) -> None:
-    """Raise unless a branch has logits, and ``n_sequences`` sequences beside its own are free.
+    """Raise an error unless a branch has logits and ``n_sequences`` more sequences are free.
 
     Raises:
         ConfigError: it is not a branch. BranchStateError, ClosedError: it is pruned or empty, or its
@@ -36,5 +36,5 @@ def first_seed(branch: Branch, seed: int | None) -> int:
 
 
 def token_limit(max_tokens: int | None) -> int | None:
-    """Return ``max_tokens`` as int, None = without a limit."""
+    """Return ``max_tokens`` as an int; None = no limit."""
     return None if max_tokens is None else whole("max_tokens", max_tokens, 0, _MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""Several sampled texts whose answers vote (self-consistency), until the vote is decided."""
+"""Sample several texts and let their answers vote (self-consistency), until the vote is decided."""
 
 from __future__ import annotations
 
@@ -41,27 +41,28 @@ def vote(
 
     Args:
         branch: a branch that has read the prompt; it does not change.
-        answer: a function that returns the answer in a text, as text, number or bool; if it returns None
-            or raises, the text does not vote. It gets the text without a thought at its beginning.
+        answer: a function that gets a text, without the thought at its beginning, and returns its
+            answer as text, number or bool. If it returns None or raises an exception, the text does not
+            vote.
         n: how many texts.
         max_tokens: the most tokens of each.
         confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so the answer is
             the same as with all ``n`` texts. None = count all texts. No other values are allowed.
-        width: the most texts that are generated at a time; None = 4 with ``confidence``, otherwise as
-            many as there are sequences. It changes no text.
+        width: how many texts are generated at a time; None = 4 with ``confidence``, otherwise as many
+            as there are sequences. It does not change the texts.
         stop, seed: as for ``best_of_n``.
 
     Returns:
         all texts. Those with the most frequent answer come first, ordered by probability. ``answer`` is
         the most frequent answer, and ``votes`` has the counts. ``score`` is the share of counted texts
-        with the same answer. The seed decides between equally frequent answers. Equal numbers, such as 1
-        and 1.00, are one answer, in its shortest form. With ``confidence`` only
-        texts that have begun are returned. Texts that did not vote because the vote was already
-        decided come last, as "decided".
+        with the same answer. If several answers are equally frequent, the seed decides. Equal numbers,
+        such as 1 and 1.00, count as one answer, in its shortest form. With ``confidence``, only texts
+        that have begun are returned; those that did not vote because the vote was already decided come
+        last, as "decided".
 
     Raises:
-        ConfigError: a value is out of range. BranchStateError, CapacityError, DecodeError: all sequences
-            are returned.
+        ConfigError: a value is out of range. BranchStateError, CapacityError, DecodeError: all
+            sequences have been freed.
 
     Warns:
         LlamaBranchWarning: no text has an answer, or ``answer`` raised an exception.
@@ -97,7 +98,7 @@ def vote(
 
 
 class _Ballot:
-    """The answers of ``n`` texts. ``given``: of each text counted so far, by number; or None."""
+    """The answers of ``n`` texts; ``given`` has those counted so far, by the text's number."""
 
     def __init__(self, answer: Callable[[str], Answer | None], n: int) -> None:
         self._answer, self._n = answer, n
@@ -106,17 +107,17 @@ class _Ballot:
         self.given: dict[int, Answer | None] = {}
 
     def count(self, text: Result) -> bool:
-        """Count a text; return whether the texts that are left cannot change the result."""
+        """Count a text; return whether the remaining texts can no longer change the result."""
         answer = None
         try:
             answer = _checked(self._answer(text.text))
-        except Exception as error:  # of any kind: the texts took time and must not be lost
+        except Exception as error:  # any error: the texts took time and must not be lost
             self._errors.append(error)
         self.given[text.sample] = answer
         if answer is not None:
             self._tally[_value(answer)] += 1
         first, second = [*(n for _, n in self._tally.most_common(2)), 0, 0][:2]
-        # No vote is decided by the last text: it has ended anyway.
+        # The last text decides nothing early, because no others are left.
         return 0 < self._n - len(self.given) < first - second
 
     def ranked(
@@ -129,10 +130,10 @@ class _Ballot:
             warn(f"{failed}, which do not vote: {self._errors[0]!r}", LlamaBranchWarning)
         elif not known:
             warn("no text has an answer: answer() returned None", LlamaBranchWarning)
-        names: dict[Decimal | str, Answer] = {}  # of equal numbers the shortest
+        names: dict[Decimal | str, Answer] = {}  # the shortest form of equal numbers
         for answer in sorted(known, key=lambda answer: (len(str(answer)), str(answer))):
             names.setdefault(_value(answer), answer)
-        # The order of appearance must not decide between equal counts: early texts are not better.
+        # The order of texts must not decide between equal counts, because earlier texts are not better.
         luck = {value: uniform(seed, self._n, index=i) for i, value in enumerate(names)}
         values = sorted(names, key=lambda value: (-self._tally[value], luck[value]))
         rank = {value: i for i, value in enumerate(values)}
@@ -148,7 +149,7 @@ class _Ballot:
 
 
 def _checked(answer: object) -> Answer | None:
-    """Return an answer if it is a text, a number or None; numbers become Python's types."""
+    """Check that an answer is a text, a number or None; turn numbers into Python's types."""
     if answer is None or isinstance(answer, (str, bool)):
         return answer
     return real("what answer returns, if it is not a text or None,", answer)

@@ -39,18 +39,18 @@ _GRAMMAR = "grammar"  # the name of drafts that begin with forced text
 class FunctionDrafter(Drafter):
     """Drafts the tokens that a function returns.
 
-    ``function(tokens, k)`` gets a copy of the ids of the text so far, and returns at most ``k`` ids that
-    may follow. More than ``k`` are cut off, and an empty list means no draft. The function may use
-    anything but the target's random numbers. Its drafts never change the text's distribution. If
-    several texts need a draft, it is called for one after another.
+    ``function(tokens, k)`` gets a copy of the ids of the text so far, and returns up to ``k`` ids that
+    may follow. Further ids are cut off, and an empty list means no draft. The function may use anything
+    but the target's random numbers. Its drafts never change the text's distribution. If several texts
+    need a draft, it is called for each in turn.
 
     Args:
         function: returns the drafted token ids.
         name: the drafter's name in statistics; None = the function's own name.
 
     Raises:
-        ConfigError: ``function`` is not a function. An exception in it ends the generation; a result that
-            is not a list of the target's token ids raises TokenizeError there.
+        ConfigError: ``function`` is not a function. Later, an exception in it ends the generation, and
+            a result that is not a list of the target's token ids raises TokenizeError there.
     """
 
     name = "function"  # in statistics
@@ -65,7 +65,7 @@ class FunctionDrafter(Drafter):
         self.name = name or ("function" if found == "<lambda>" else found)
 
     def check(self, target: Model) -> None:
-        """Accept any target; the function is responsible for the ids."""
+        """Accept any target, because the function is responsible for the ids."""
 
     def start(self, target: Text, rule: str) -> DraftState:
         """Return a state that keeps nothing, because the function gets the whole text each time."""
@@ -110,7 +110,7 @@ class _Combined(Drafter):
 
 
 class ChainDrafter(_Combined):
-    """Tries drafters in order until one proposes a draft; put cheap ones first and a model last.
+    """Tries drafters in order until one proposes a draft. Put cheap ones first and a model last.
 
     If an earlier drafter proposes a draft, the later ones decode nothing in that round. For
     example, a draft model may come after copying drafters. When its turn comes, it first decodes
@@ -136,7 +136,7 @@ class ChainDrafter(_Combined):
         return "+".join(drafter.name for drafter in self.drafters)
 
     def start(self, target: Text, rule: str) -> DraftState:
-        """Return a new state, made of one state of each drafter."""
+        """Return a new state, made of one state per drafter."""
         return _ChainState(self, (drafter.start(target, rule) for drafter in self.drafters))
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -187,15 +187,15 @@ class _ChainState:
 
 
 class GrammarDrafter(_Combined):
-    """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
+    """Drafts the text that a branch's grammar forces: keys, punctuation, the rest of a constant.
 
     If the grammar leaves a choice, the drafter ``values`` continues the draft; for example, a
     copying drafter takes values from the prompt. Then the next forced text follows, and so on.
-    A draft is cut off at the first token that the grammar does not allow, unless that token was
+    A draft is cut off before the first token that the grammar does not allow, unless that token was
     drawn at random.
 
     Args:
-        values: the drafter for places where the grammar leaves a choice; None = the draft ends there.
+        values: the drafter for when the grammar leaves a choice; None = end the draft there.
         plain: the drafter for branches without a grammar; None = ``values``.
     """
 
@@ -214,7 +214,7 @@ class GrammarDrafter(_Combined):
 
     @property
     def name(self) -> str:
-        """ "grammar" if there is no drafter ``values``, otherwise "grammar+" and its name."""
+        """ "grammar", or "grammar+" and the name of ``values`` if there is one."""
         none = isinstance(self.values, NullDrafter)
         return "grammar" if none else f"grammar+{self.values.name}"
 
@@ -254,7 +254,7 @@ class _ForcedState:
                 return draft
         except GrammarError:  # the target raises it if the text gets there
             return Draft(drafter=_GRAMMAR, stopped="end")
-        # The first token of a draft decides which drafter's costs and acceptance rate apply.
+        # The first token of a draft decides which drafter's costs and acceptance rate count.
         return self._values.propose(tokens, length, limit)
 
     def _fill(
@@ -328,7 +328,7 @@ class _ForcedState:
             self._grammar, self._n_seen = self._first.clone(), self._start
 
     def fork(self, target: Text) -> DraftState:
-        start = target.answer_start  # differs if the fork has another prompt
+        start = target.answer_start  # another position if the fork has another prompt
         clone = _ForcedState(self._first, start, self._values.fork(target))
         if start == self._start:
             clone._grammar, clone._n_seen = self._grammar.clone(), self._n_seen
@@ -339,7 +339,7 @@ class _ForcedState:
 
 
 def _add_certain(draft: Draft) -> None:
-    """Add a source for each of the last tokens that has none: they were not drawn at random."""
+    """Add a source for each of the last tokens without one, which were not drawn at random."""
     draft.sources += map(Distribution.point, draft.tokens[len(draft.sources) :])
 
 
@@ -347,7 +347,7 @@ def _add_certain(draft: Draft) -> None:
 
 
 def auto_drafter(ctx: Context, *, structured: bool | None = None) -> Drafter:
-    """Return a drafter that combines copied text, the model's MTP layers, and text that a grammar forces.
+    """Return a drafter that combines copied text, the model's MTP layers and text that a grammar forces.
 
     ``structured``: True = all texts have a grammar; False = no text has one; None = some texts do.
     """

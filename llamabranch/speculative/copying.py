@@ -1,18 +1,17 @@
 """The drafter that copies tokens which followed the same tokens earlier.
 
-Its draft distributions are point masses, so a drafted token is accepted with the probability that
-the target gives it. A point mass has no entropy, but a draft-length controller needs a measure of
-uncertainty. So this drafter estimates the *probability* p that the token is right, from the tokens
-that followed the same tokens earlier (``Match.follow``). ``Draft.entropies`` holds the surprisal
--ln(p) in nats. It is 0 for a certain token and grows with uncertainty, as an entropy does. It is
-known before the token is proposed and depends only on earlier tokens, so a draft may stop on it and
-stay lossless.
+Its draft distributions are point masses, so a drafted token is accepted with the probability that the
+target gives it. The entropy of a point mass is zero, but a draft-length controller needs a measure of
+uncertainty. So this drafter estimates the *probability* p that the token is right, from what followed
+the same tokens earlier (``Match.follow``). ``Draft.entropies`` holds the surprisal -ln(p) in nats. It
+is 0 for a certain token and grows with uncertainty, as an entropy does. It is known before the token is
+proposed and depends only on earlier tokens, so a draft may stop on it and stay lossless.
 
 A suffix tree answers "which tokens followed this suffix, and how often". This module has no tree.
 It searches for the places where an n-gram occurred, and steps through all of them side by side,
-which gives the same answers as walking down the tree. The search goes through the tokens' bytes
-from their end. It takes some 0.1 ms for 32,000 tokens and grows with the text. So no index has to
-be kept: a text is kept as bytes, which can be appended to, cut and copied.
+which gives the same answers as walking down the tree. The search goes backwards through the tokens'
+bytes. It takes about 0.1 ms for 32,000 tokens, and longer for longer texts. So it needs no index: a
+text is kept as bytes, which can be appended to, cut and copied.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MOST_MATCH = 16  # the longest suffix that a `SuffixDrafter` compares, in token
 class Match(NamedTuple):
     """Earlier occurrences of the last ``length`` tokens of a text.
 
-    ``places`` has the position of the token after each, the newest first.
+    ``places`` has the position of the token after each of them, the newest first.
     """
 
     length: int
@@ -47,13 +46,13 @@ class Match(NamedTuple):
     def follow(self, tokens: Sequence[int], most: int, floor: float) -> list[tuple[int, float]]:
         """Return the most frequent continuation of ``tokens``, at most ``most`` tokens.
 
-        Each has its probability if all tokens before it are right.
+        Each comes with its probability, given that all tokens before it are right.
 
         Step j takes the most frequent next token of the remaining places, and keeps the places that
         have it. In a tie the newest place decides. If c of n places have that token, its estimated
-        probability is c / (n + 1/(length + j)). So the longer the match, the smaller the part that
-        is reserved for tokens never seen there. The product of the estimates is the probability
-        that all tokens so far are accepted. The guess ends when the product falls below ``floor``.
+        probability is c / (n + 1/(length + j)). So the longer the match, the less is reserved for
+        tokens never seen there. The product of the estimates is the probability that all tokens so far
+        are accepted. The guess ends when the product falls below ``floor``.
 
         A place that reaches the end of ``tokens`` continues into the guess, as LZ77 copies do. For
         example, a loop of three tokens is repeated up to ``most`` tokens.
@@ -72,7 +71,7 @@ class Match(NamedTuple):
                 at = place + j
                 token = tokens[at] if at < end else guess[at - end][0]
                 following.setdefault(token, []).append(place)
-            # In a tie, max takes the first token, the one from the newest place.
+            # In a tie, max takes the first token, which is from the newest place.
             token = max(following, key=lambda t: len(following[t]))
             n, places = len(places), following[token]
             probability = len(places) / (n + 1.0 / (self.length + j))
@@ -93,7 +92,7 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Return tokens as the bytes that are searched."""
+    """Return tokens as bytes, for searching."""
     return array("i", tokens).tobytes()
 
 
@@ -102,19 +101,18 @@ def longest_match(
 ) -> Match | None:
     """Return the longest suffix of the tokens that occurred before, or None.
 
-    It uses the newest ``most`` occurrences. The n-grams are searched for, shortest first. If
-    there are gaps between their lengths, the match may be longer than the longest n-gram that
-    was found. So its places are compared further back, up to the longest length, and those that
-    agree furthest are kept.
+    It uses the newest ``most`` occurrences. It searches for n-grams, shortest first. If there are gaps
+    between their lengths, the match may be longer than the longest n-gram found. So its places are
+    compared further back, up to the longest length, and the ones that agree furthest are kept.
 
     Args:
-        tokens, data: the text, and the same as `packed` returns it.
+        tokens, data: the text, and the same text from `packed`.
         lengths: the n of the n-grams that are searched for, each at least 1, ascending.
     """
     best, longest = 0, b""
     for n in lengths:
         gram = packed(tokens[-n:])
-        if n > len(tokens) or not _places(data, gram, 1):  # so nothing longer occurred either
+        if n > len(tokens) or not _places(data, gram, 1):  # then nothing longer occurred either
             break
         best, longest = n, gram
     kept = _places(data, longest, most) if best else []
@@ -153,17 +151,16 @@ def _places(data: bytes | bytearray, gram: bytes, most: int) -> list[int]:
 class SuffixDrafter(Drafter):
     """Follows the most frequent continuation of the longest suffix seen before in the same text.
 
-    This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The prompt and the output are
-    searched for the longest match of the last tokens, and the tokens after it are drafted. The
-    longer the match, the more tokens are drafted. Two things differ from the paper. The estimated
-    probability reserves a part for continuations never seen (``Match.follow``). Only the newest
-    occurrences are counted.
+    This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). It searches the prompt and the output
+    for the longest match of the last tokens, and drafts the tokens after it: the longer the match, the
+    more tokens. There are two differences from the paper. The estimated probability reserves a part for
+    continuations that were never seen (``Match.follow``), and only the newest occurrences are counted.
 
     Args:
         min_match: the shortest suffix that counts as evidence, from 1 to 16 tokens.
 
-    After a match of m tokens a draft has at most m tokens, and it ends when the probability that
-    all of it is accepted falls below 0.2.
+    After a match of m tokens, a draft has at most m tokens. It ends when the probability that all of it
+    is accepted falls below 0.2.
 
     Attributes:
         lengths: the lengths of the n-grams that are searched for.
@@ -225,7 +222,7 @@ class _CopyState:
                 return
             draft.tokens.append(token)
             if self._is_eog(token):
-                draft.stopped = "end"  # a text ends with its EOG token, a prompt may not
+                draft.stopped = "end"  # a text ends at its EOG token, but a prompt may not
                 return
         if len(draft.tokens) < limit:
             draft.stopped = "no evidence"  # the match allows no more

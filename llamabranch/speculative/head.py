@@ -2,8 +2,8 @@
 
 A head reads pairs of a token and a state. For tokens of the text, the states come from the target
 and go through the head's encoder, if it has one. For drafted tokens, they come from the head's own
-previous step. So the K/V of drafted pairs is dropped after each draft. The K/V of accepted tokens
-is then computed from the target's states.
+previous step. So the K/V of drafted pairs is dropped after each draft, and the K/V of accepted tokens
+is computed from the target's states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .model import RunDrafter, RunState
 
 States = npt.NDArray[np.float32]
 
-_MOST_ROWS = 64  # the most tokens of one decode that computes all their logits; more are split
+_MOST_ROWS = 64  # the most tokens in a decode that computes all logits; more are split
 
 
 class HeadState(RunState):
@@ -46,7 +46,7 @@ class HeadState(RunState):
 
     def __init__(self, drafter: HeadDrafter, target: Text, rule: str) -> None:
         super().__init__(drafter, target, rule)
-        self._target = weakref.ref(target)  # a state must not keep it from being freed
+        self._target = weakref.ref(target)  # so that the state does not keep it alive
         self.model = target.ctx.model
         self.ahead = drafter.ahead
         self.made: list[States] = []
@@ -79,19 +79,20 @@ class HeadState(RunState):
     # -- reading -----------------------------------------------------------------------------------
 
     def n_pairs(self, layer: int = 0) -> int:
-        """Return the number of the first pair that a layer has not read."""
-        if not self.seq_ids:  # with the target's K/V it reads only the last token
+        """Return the number of the first pair that a layer has not read yet."""
+        if not self.seq_ids:  # with the target's K/V, it reads only the last token
             return len(self.text) - 1
         return self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
     def read_target(self, n_layers: int) -> None:
-        """Get the target's states for the text that one of the first ``n_layers`` has not read.
+        """Get the target's states for the text that some of the first ``n_layers`` have not read.
 
         If all pairs were read, the last pair is read again, because the draft begins with its
         logits.
 
         Raises:
-            CapacityError: the target lacks the states of some tokens, and the room to decode them again.
+            CapacityError: the target lacks the states of some tokens and has no room to decode them
+                again.
         """
         target, tokens = self.target, self.text
         self.observe(len(tokens) - 1)
@@ -100,7 +101,7 @@ class HeadState(RunState):
         start = max(0, first + self.ahead - 1)
         with target.ctx.lock:
             target.check_usable()
-            target.lacking()  # repairs the K/V if an earlier call failed midway
+            target.lacking()  # repairs the K/V if an earlier call failed halfway
             rows = kept_states(target.ctx, target.seq_id, list(tokens[:-1]), start)
         if first + self.ahead == 0:  # no state comes before the first token
             rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
@@ -117,7 +118,7 @@ class HeadState(RunState):
         self._sampler = self._reader
 
     def cut(self, n_tokens: int) -> None:
-        """Keep the pairs of the first ``n_tokens`` of the text. Hold the lock of the head's context."""
+        """Keep only the pairs of the text's first ``n_tokens``. Hold the lock of the head's context."""
         n = max(0, n_tokens - self.ahead)
         cache = self._ctx.kv_cache
         for seq_id in self.seq_ids:
@@ -125,7 +126,7 @@ class HeadState(RunState):
                 cache.drop(seq_id, n)
 
     def observe(self, n_tokens: int) -> None:
-        """Forget all tokens but the first ``n_tokens``."""
+        """Forget all tokens except the first ``n_tokens``."""
         if self._n_accepted is not None and self._n_accepted > n_tokens:
             self._n_accepted = None
         n = max(0, n_tokens - self.ahead)
@@ -169,7 +170,7 @@ class HeadState(RunState):
     def drop_draft(self) -> None:
         """Drop the pairs of the draft."""
         self.made = []
-        self._features = np.empty((0, 0), dtype=np.float32)  # no view: the array may be large
+        self._features = np.empty((0, 0), dtype=np.float32)  # not a view: the array may be large
         self.cut(len(self.text))
 
     # -- life --------------------------------------------------------------------------------------
@@ -196,7 +197,8 @@ class HeadDrafter(RunDrafter[HeadState]):
 
     Attributes:
         ahead: by how many tokens a pair's token is ahead of its position.
-        n_layers: how many layers draft in turn, each with its own K/V; 1 = one layer drafts all tokens.
+        n_layers: how many layers take turns at drafting, each with its own K/V; 1 = one drafts all
+            tokens.
     """
 
     ahead: int
@@ -213,7 +215,7 @@ class HeadDrafter(RunDrafter[HeadState]):
         """Return a new state; it holds a sequence of the head's context.
 
         Raises:
-            ConfigError: ``target`` belongs to another context than the head's target.
+            ConfigError: ``target`` does not belong to the context that the head drafts for.
         """
         if target.ctx is not self.ctx.target:
             raise ConfigError(
@@ -233,19 +235,19 @@ class HeadDrafter(RunDrafter[HeadState]):
                 state.end_draft("capacity")
 
     def end(self, states: Sequence[HeadState]) -> None:
-        """Drop everything that belongs to the draft alone."""
+        """Drop everything that belongs only to the draft."""
         for state in states:
             state.drop_draft()
 
     def decode(self, states: Sequence[HeadState]) -> None:
-        """Decode what a layer has not read of all texts and drafts; each of several has its turn."""
+        """Decode what a layer has not read of all texts and drafts; several layers take turns."""
         decoder = self.ctx.decoder
         layer = len(states[0].draft.tokens) if self.n_layers > 1 else 0
         seqs = [state.seq_ids[layer] for state in states]
         pairs = [state.pairs(layer) for state in states]
         unread = [tokens for tokens, _ in pairs]
         inputs = np.concatenate([rows for _, several in pairs for rows in several])
-        if not states[0].made:  # the states are the target's
+        if not states[0].made:  # these states are the target's
             inputs = decoder.encode(inputs)
         if layer:
             decoder.use_mtp_layer(layer)
@@ -273,13 +275,13 @@ class HeadDrafter(RunDrafter[HeadState]):
 
 
 class EagleDrafter(HeadDrafter):
-    """Drafts with an EAGLE-3 head, which reads the hidden states of three layers of the target.
+    """Drafts with an EAGLE-3 head, which reads the hidden states of three of the target's layers.
 
     Li et al. 2025, 2503.01840. At position P the pair is (token P + 1, state P).
 
     Args:
-        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each text that is
-            drafted for takes one of its sequences.
+        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each text to draft for
+            takes one of its sequences.
         sampling: the settings with which drafts are drawn; None = the settings of each request.
 
     Raises:
@@ -310,9 +312,9 @@ class MTPDrafter(HeadDrafter):
     chain: each drafts one token, and reads the states that earlier layers computed for the drafted
     tokens.
 
-    For layers in the target's file it opens a context. ``close`` frees that context, and so does
-    closing the target. If there are several layers, each drafts one token, so a draft has at most
-    as many tokens as layers.
+    If the layers are in the target's file, it opens a context for them, which is freed by ``close`` or
+    when the target is closed. If there are several layers, each drafts one token, so a draft has at
+    most as many tokens as layers.
 
     Args:
         target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of
@@ -332,12 +334,12 @@ class MTPDrafter(HeadDrafter):
         )
         is_open = target.target is not None and not target.model.target_layers
         super().__init__(target if is_open else Context(target.model, target=target), sampling)
-        model = self.ctx.model  # if layers read the target's K/V, all are computed for each token
+        model = self.ctx.model  # layers that read the target's K/V are all computed for each token
         self.n_layers = 1 if model.shares_memory else model.n_mtp_layers
 
     @property
     def name(self) -> str:
-        """The name of the file's model, and "MTP"."""
+        """The name of the file's model, with "MTP"."""
         return f"{self.ctx.model.name} MTP"
 
     def decode(self, states: Sequence[HeadState]) -> None:

@@ -1,8 +1,8 @@
-"""Drafting with a model of the same vocabulary.
+"""Drafting with a model that has the same vocabulary.
 
-This module also has the code that draft models and heads (:mod:`.head`) share: both read the new
-text, and draw tokens after it. Any number of texts are drafted for together: one decode computes
-the next drafted token of all of them.
+This module also has the code that draft models and heads (:mod:`.head`) share: both read the new text
+and draw tokens after it. They draft for any number of texts together, with one decode for the next
+token of all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ S = TypeVar("S", bound="RunState")
 
 
 class RunState(DraftState, ABC):
-    """The state of a drafter with a context for one text, and the draft that is being drawn.
+    """What a drafter with a context keeps for one text, and the draft that is being drawn.
 
     Args:
         drafter: the drafter that the state belongs to.
@@ -77,14 +77,14 @@ class RunState(DraftState, ABC):
     @property
     @abstractmethod
     def sampler(self) -> Sampler:
-        """Draws the next token."""
+        """The sampler that draws the next token."""
 
     @abstractmethod
     def row(self) -> LogitsRow:
         """Return the logits after the last decoded token, valid until the next decode."""
 
     def accept(self, token: int) -> None:
-        """Let the sampler accept a drawn token, unless it does when the token is decoded."""
+        """Let the sampler accept a drawn token, unless decoding the token does that."""
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -115,10 +115,10 @@ class RunState(DraftState, ABC):
             if self.model.is_eog(token):
                 return self.end_draft("end")
             if len(draft.tokens) >= self.limit:
-                self.is_done = True  # if the token is accepted, the next draft decodes it
+                self.is_done = True  # if this token is accepted, the next draft decodes it
                 return None
             self.accept(token)
-        except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
+        except GrammarError:  # a dead end: the target raises the error if it gets there
             return self.end_draft("end")
         self.unread = (token,)
         return None
@@ -150,18 +150,18 @@ class RunDrafter(Drafter, Generic[S]):
         return [self.ctx]
 
     def settings(self, target: Text) -> SamplingParams:
-        """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
+        """Return the settings for drafts for ``target``, which leave out a logits processor."""
         params = self.sampling or target.sampling
         return params.replace(seed=target.seed, logprobs=False, logits_processor=None)
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for all requests together: one decode for each drafted position.
 
-        If the memory of the draft model cannot be truncated, each draft needs a fork, so requests
-        are drafted for one by one.
+        If the draft model's memory cannot be truncated, each draft needs a fork, so requests are served
+        one by one.
         """
         states = [r.state for r in requests if isinstance(r.state, self.state_type)]
-        if not states or len(states) < len(requests):  # the drafter had no sequence left for one
+        if not states or len(states) < len(requests):  # one of them got no sequence
             return super().propose_many(requests)
         for state, request in zip(states, requests, strict=True):
             state.open(request)
@@ -174,23 +174,23 @@ class RunDrafter(Drafter, Generic[S]):
     def prepare(self, states: Sequence[S]) -> None:
         """Get what the states need from the target, before this context's lock is taken.
 
-        It ends the drafts of states that cannot get it.
+        End the drafts of states that cannot get it.
         """
 
     def begin(self, states: Sequence[S]) -> None:
-        """Read tokens that must be read one step earlier, before ``decode`` is called."""
+        """Read tokens that cannot wait for ``decode``."""
 
     @abstractmethod
     def decode(self, states: Sequence[S]) -> None:
         """Decode the ``unread`` tokens of all states together."""
 
     def end(self, states: Sequence[S]) -> None:
-        """Drop everything that belongs to the draft alone. Also called after an exception."""
+        """Drop everything that belongs only to the draft. Also called after an exception."""
 
     # -- drafting ----------------------------------------------------------------------------------
 
     def _draft(self, states: Sequence[S]) -> list[Draft]:
-        """Draw the drafts that were begun. Without room, the target continues without drafts."""
+        """Draw the drafts that were begun. If there is no room, the target continues without drafts."""
         start, decoder = perf_counter(), self.ctx.decoder
         n_decodes = decoder.n_decodes
         live = [state for state in states if not state.is_done]
@@ -208,7 +208,7 @@ class RunDrafter(Drafter, Generic[S]):
             for state in live:
                 if not state.is_done:
                     state.draft.stopped = "capacity"
-        # The time is divided by the steps of each draft; the first draft gets all decodes.
+        # The time is shared out by the steps of each draft; all decodes count for the first draft.
         drafts, seconds = [state.draft for state in states], perf_counter() - start
         steps = [len(draft.entropies) for draft in drafts]
         if not any(steps):
@@ -224,7 +224,7 @@ class RunDrafter(Drafter, Generic[S]):
             if all(state.unread for state in states):
                 self.decode(states)
             waiting = [state for state in states if not state.unread]
-            with lent([state.row() for state in waiting]):  # `DraftLength` may be the user's code
+            with lent([state.row() for state in waiting]):  # `DraftLength` may be user code
                 for state in waiting:
                     state.draw()
             states = [state for state in states if not state.is_done]
@@ -234,13 +234,13 @@ class RunDrafter(Drafter, Generic[S]):
 
 
 class ModelState(RunState):
-    """A text of the draft model. It follows the target's text and drafts ahead of it.
+    """A text of the draft model, which follows the target's text and drafts ahead of it.
 
     Attributes:
         own: the draft model's text.
         tip: the text that the draft is drawn on: ``own``, or a fork of it if the draft model's
             memory cannot be truncated.
-        n_prompt: how many tokens were read, not generated; a grammar begins after them.
+        n_prompt: how many tokens were read rather than generated; a grammar begins after them.
     """
 
     _drafter: ModelDrafter
@@ -286,7 +286,7 @@ class ModelState(RunState):
         return ModelState(self._drafter, text, target, self.rule)
 
     def close(self) -> None:
-        """Free its sequences; a prefix cache of the draft model keeps their K/V."""
+        """Free its sequences; if the draft model has a prefix cache, that keeps their K/V."""
         self.own.keep_cached()
         self.tip.release()
         self.own.release()
@@ -298,16 +298,15 @@ class ModelDrafter(RunDrafter[ModelState]):
     It must have the target's vocabulary, apart from padding (``Model.compatibility``).
 
     Args:
-        ctx: a context of the draft model. Each text that is drafted for takes one of its sequences.
-            If the context has a prefix cache, it does not process a known beginning of a text
-            again.
-        sampling: the settings with which drafts are drawn; None = the settings of each request. If
-            the settings and the seed are the target's, the draft is drawn with the target's noise,
-            so both often draw the same token.
+        ctx: a context of the draft model. Each text to draft for takes one of its sequences. If the
+            context has a prefix cache, it does not process known beginnings of texts again.
+        sampling: the settings with which drafts are drawn; None = the settings of each request. With
+            the target's settings and seed, the draft is drawn with the target's noise, so both often
+            draw the same token.
 
     Raises:
-        ConfigError: not a context.
-        UnsupportedError: the context of a head.
+        ConfigError: it is not a context.
+        UnsupportedError: it is the context of a head.
     """
 
     state_type = ModelState
@@ -339,11 +338,12 @@ class ModelDrafter(RunDrafter[ModelState]):
         params = super().settings(target)
         ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
         bias = {token: value for token, value in params.logit_bias.items() if token < ours}
-        # Models of a family pad their vocabularies differently: never draw a token the target lacks.
+        # Models of a family pad their vocabularies differently, so never draw a token that the target
+        # lacks.
         return params.replace(logit_bias=bias | dict.fromkeys(range(theirs, ours), -math.inf))
 
     def begin(self, states: Sequence[ModelState]) -> None:
-        """Note which tokens have not been read. A memory that cannot be cut reads them now."""
+        """Note which tokens were not read yet. Memory that cannot be cut reads them now."""
         for state in states:
             text, own = state.text, state.own
             if not own.position:

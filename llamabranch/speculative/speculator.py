@@ -1,4 +1,4 @@
-"""Prompts and branches, continued with a drafter: as a generation, or one token per call."""
+"""Continue prompts and branches with a drafter: as a generation, or one token per call."""
 
 from __future__ import annotations
 
@@ -70,10 +70,9 @@ class Speculator:
 
         Args:
             prompt: text, token ids, messages, or a branch. A branch is continued in place with its
-                own sampling and grammar. At the end it holds exactly the tokens that were yielded,
-                even if the cache had no room for the last token. The drafter's state for the branch
-                is kept. It is used again by the branch's next generation, and by branches forked
-                from it.
+                own sampling and grammar. At the end, it has exactly the tokens that were yielded, even
+                if the cache had no room for the last one. The drafter's state for the branch is kept
+                for the branch's next generation and for its forks.
             max_tokens, stop, top_logprobs: as for ``Branch.generate``.
             sampling, grammar, parse_special: as for ``Branch.start``.
 
@@ -88,7 +87,7 @@ class Speculator:
         return Generation(self.drafting, text, output, top_logprobs, owner=branch, release=release)
 
     def explain(self) -> str:
-        """Return a text that explains how much it drafts and why: measured costs, acceptance."""
+        """Explain how much it drafts and why: measured costs and acceptance."""
         if not self.drafting.drafts:
             return "plain decoding: there is no drafter"
         lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
@@ -122,7 +121,7 @@ class InferenceSession:
         max_tokens, stop: as for ``Branch.generate``.
 
     Attributes:
-        branch: the branch being continued; it holds the tokens that were returned.
+        branch: the branch that is continued; it has the tokens that were returned.
         stats: counts and times so far.
     """
 
@@ -149,7 +148,7 @@ class InferenceSession:
         self._text = self.branch.sequence
         self._solo = Solo(self._text, self._output, self.stats, keeps=not self._owned)
         self._closed = False
-        self._generating = ExitStack()  # marks the text as generating until the session is closed
+        self._generating = ExitStack()  # marks the text as generating until ``close``
         self._generating.enter_context(self._text.generating())
 
     @property
@@ -161,8 +160,8 @@ class InferenceSession:
     def text(self) -> str:
         """The text of ``tokens``, without the stop string that ended it.
 
-        Text that was held back as a possible beginning of a stop string is included after an error and
-        after ``close``.
+        After an error or ``close``, it includes text that was held back because a stop string might
+        begin there.
         """
         return self._output.text
 
@@ -174,14 +173,14 @@ class InferenceSession:
     def next_token(self, drafter: Drafter | None = None) -> Produced | None:
         """Return the next token, or None at the end.
 
-        With a ``drafter`` the call runs a round: it drafts, verifies and may accept several tokens.
-        The first is returned, and the next calls return the others before another round is run.
-        Without a drafter the target decodes one token. Under the acceptance rule "seeded", the
-        default, the text does not depend on which calls had a drafter. An EOG token is returned
-        only to carry text that was held back as a possible beginning of a stop string.
+        With a ``drafter``, the call runs a round, which drafts, verifies and may accept several tokens.
+        It returns the first one, and the next calls return the others before they run another round.
+        Without a drafter, the target decodes one token. Under the acceptance rule "seeded", the
+        default, the text does not depend on which calls had a drafter. An EOG token is returned only if
+        it carries text that was held back because a stop string might begin there.
 
         Raises:
-            ClosedError: after ``close``. VocabularyMismatchError, CapacityError, DecodeError.
+            ClosedError: the session is closed. VocabularyMismatchError, CapacityError, DecodeError.
         """
         if self._closed:
             raise ClosedError("the session is closed")
@@ -194,13 +193,13 @@ class InferenceSession:
         try:
             shown = self._solo.next(drafting)
         except LlamaBranchError:
-            self._output.is_stuck = True  # a later call may succeed, once there is room again
+            self._output.is_stuck = True  # a later call may succeed if there is room again
             raise
         self.stats.num_emitted_tokens = len(self._output.tokens)
         return shown
 
     def close(self) -> None:
-        """End here; a branch passed as prompt keeps exactly the returned tokens. Idempotent."""
+        """End here. If the prompt was a branch, it keeps exactly the returned tokens. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -229,8 +228,8 @@ def _start_or_continue(
     """Return the branch to continue: ``prompt`` itself, or a new branch that has read it.
 
     Raises:
-        ConfigError: the branch belongs to another context, or ``sampling`` or ``grammar`` is set
-            although a branch has its own.
+        ConfigError: the branch belongs to another context, or ``sampling`` or ``grammar`` is set for a
+            branch, which has its own.
     """
     if not isinstance(prompt, Branch):
         return Branch.start(

@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from ...errors import GrammarError
 from ...model import Model
 
-NO_FORCING = '{"no_forcing": true}'  # text that is certain may be split into any tokens
+NO_FORCING = '{"no_forcing": true}'  # forced text may be split into any tokens
 
 _MAX_DEPTH = 200
 _MAX_REPEAT = 2000
@@ -23,7 +23,7 @@ _HEX = re.compile(r"[0-9a-fA-F]*")
 _INT = re.compile(r"[0-9]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-# What may follow a name or a blank inside a sequence. The beginning of a rule does not match.
+# What may follow a name or a blank in a sequence. The beginning of a rule does not match.
 _CONTINUES = re.compile(r"""[|"\[(<!.)*+?{\r\na-zA-Z0-9]|\Z""")
 _LINES_OF_RULES = (
     "a rule continues on the next line only after '::=' or '|', or inside parentheses; "
@@ -34,10 +34,10 @@ _TOKEN = re.compile("<([0-9]+)>")  # a reference to an item of ``tokens``
 
 
 class Gbnf:
-    """A GBNF grammar that llama.cpp's parser accepts. Left recursion is accepted, too.
+    """A GBNF grammar, as llama.cpp's parser accepts it. Left recursion is accepted too.
 
-    ``tokens`` has the tokens that it names: the text ``<text>`` or the id, and whether any other token is
-    meant (``!<text>``).
+    ``tokens`` has the tokens that it names: their text (``<text>``) or id, and whether any other token
+    is meant instead (``!<text>``).
 
     Raises:
         GrammarError: with line, column and reason.
@@ -139,7 +139,7 @@ class Gbnf:
 
     def _sequence(self, nested: bool) -> str:
         items: list[str] = []  # the translations of the items
-        may_repeat = False  # whether there is an item before
+        may_repeat = False  # whether an item comes before
         while c := self._next():
             at = self._at
             if c in "*+?{":
@@ -211,7 +211,7 @@ class Gbnf:
         opening = "/["
         if self._next(1) == "^":
             self._at += 1
-            opening = r"/[^\x{0}"  # a NUL ends the text for llama.cpp
+            opening = r"/[^\x{0}"  # llama.cpp's text ends at a NUL
         members = self._characters("set", "]", at)
         if not members:
             raise self._fail("an empty set matches nothing", at)
@@ -220,7 +220,7 @@ class Gbnf:
     def _characters(self, kind: str, end: str, at: int) -> list[str]:
         """Read the inside of a string or a set, which begins at ``at``, and its end.
 
-        Return its characters as regular expressions; those of a set may be ranges.
+        Return its characters as regular expressions; a set may have ranges.
         """
         self._at += 1
         members: list[str] = []
@@ -280,15 +280,15 @@ class Gbnf:
     def lark(self, model: Model | None = None) -> str:
         """Return the same grammar in llguidance's dialect of Lark.
 
-        Without recursion it is one terminal, a regular expression. With recursion, or with tokens that
-        have names, every character is a terminal of its own, because longer ones would be matched
-        greedily. Forced text may be split into any tokens, as in llama.cpp.
+        Without recursion, it is a single terminal, a regular expression. With recursion, or if it names
+        tokens, each character is its own terminal, because longer terminals would be matched greedily.
+        Forced text may be split into any tokens, as in llama.cpp.
 
         Args:
-            model: has the tokens that the grammar names; None = an arbitrary token stands for each.
+            model: has the tokens that the grammar names; None = use an arbitrary token for each.
 
         Raises:
-            GrammarError: the vocabulary lacks such a token, or it ends every text.
+            GrammarError: the vocabulary lacks such a token, or the token is one that ends the text.
         """
         root = self._numbers["root"]
         uses = {n: map(int, _REFERENCE.findall(text)) for n, text in self._translations.items()}

@@ -22,9 +22,10 @@ _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
 _RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?(\w+).*?)?:")  # the beginning of a rule in Lark
-# In a chain of more than 2,000 rules or groups llguidance's stack would end the process.
+# With a chain of more than 2,000 rules or groups, llguidance would overflow its stack and end the
+# process.
 _MOST_DEEP = 1000
-_REASONS = (  # rewrites llguidance's reasons without its expressions
+_REASONS = (  # replaces llguidance's reasons, which quote expressions
     ("^the grammar is refused: ", ""),
     ("^regex parse error:.*error: ", "pattern: "),
     ("^(lookarounds not supported).*", r"pattern: \1"),
@@ -47,9 +48,9 @@ class Grammar:
         whitespace: for a JSON schema; see ``from_json_schema``.
 
     Raises:
-        GrammarError: it does not parse (the message has the reason), needs something that is not
-            supported, is larger than 1 MiB, or no text satisfies it. Whether a token that it names exists
-            is checked when a branch uses it.
+        GrammarError: it does not parse (the message has the reason), needs something unsupported, is
+            larger than 1 MiB, or no text satisfies it. Whether the tokens that it names exist is
+            checked when a branch uses it.
     """
 
     source: str
@@ -122,8 +123,8 @@ class Grammar:
                 "none"; "any" = all white space that JSON allows, so a text may be long.
 
         Raises:
-            GrammarError: it is not a schema, no text satisfies it, or it has something unsupported, which
-                the message names.
+            GrammarError: it is not a schema, no text satisfies it, or something in it is unsupported;
+                the message names it.
             ConfigError: pydantic is missing, or cannot describe the type.
         """
         model: type | None = None
@@ -147,9 +148,9 @@ class Grammar:
         r"""Return a grammar for texts that match a regular expression as a whole.
 
         Args:
-            pattern: in the syntax of Rust's ``regex``, which is Python's without look-around, backward
-                references and word boundaries; ``\d`` is an ASCII digit. ``^`` at the beginning and ``$``
-                at the end may be given.
+            pattern: in the syntax of Rust's ``regex``: like Python's, but without look-around,
+                backreferences and word boundaries; ``\d`` is an ASCII digit. ``^`` at the beginning and
+                ``$`` at the end are allowed.
 
         Raises:
             GrammarError: it does not parse, or nothing matches it.
@@ -167,7 +168,7 @@ class Grammar:
 
     @classmethod
     def from_lark(cls, lark: str) -> Grammar:
-        """Return the grammar of a text in llguidance's dialect of Lark; its start symbol is ``start``.
+        """Return a grammar written in llguidance's dialect of Lark; its start symbol is ``start``.
 
         Raises:
             GrammarError: it does not parse.
@@ -176,7 +177,7 @@ class Grammar:
 
     @classmethod
     def from_dict(cls, given: str | Mapping[str, object]) -> Grammar:
-        """Return the grammar that ``as_dict`` describes, or that of a GBNF text.
+        """Return the grammar from a result of ``as_dict``, or from GBNF text.
 
         Raises:
             GrammarError, ConfigError: see the class.
@@ -190,7 +191,7 @@ class Grammar:
         return cls(str(fields["source"]), str(fields["kind"]), str(fields["whitespace"]))
 
     def as_dict(self) -> str | dict[str, str]:
-        """Return the grammar as JSON types; for GBNF as its text."""
+        """Return the grammar as JSON types; for GBNF, just its text."""
         if self.kind == "gbnf":
             return self.source
         return {"source": self.source, "kind": self.kind, "whitespace": self.whitespace}
@@ -216,7 +217,7 @@ class Grammar:
     def parse(self, text: str) -> object:
         """Return the value of a complete JSON text: a JSON value, or an instance of the schema's type.
 
-        For other grammars it returns the text.
+        For other grammars, return the text.
 
         Raises:
             ParseError: the text is incomplete, or the type refuses it (for example a validator).
@@ -227,7 +228,7 @@ class Grammar:
 
 
 def _check_lark(source: str) -> None:
-    """Refuse rules and schemas that llguidance would enter too deep, one inside the other."""
+    """Refuse rules and schemas that are nested too deep for llguidance."""
     depth = _lark_depth(source)
     if depth > _MOST_DEEP:
         raise GrammarError(
@@ -247,7 +248,7 @@ def _lark_depth(source: str) -> int:
     bodies = {str(h[1]): source[h.end() : end] for h, end in zip(heads, ends, strict=True)}
     inside = {name: bodies.keys() & set(re.findall(r"\w+", text)) for name, text in bodies.items()}
     depths, entered, path = dict.fromkeys(inside, 0), set[str](), list(inside)
-    while path:  # a rule is left once those inside it were
+    while path:  # a rule is done once the rules inside it are
         name = path[-1]
         if name not in entered:
             entered.add(name)

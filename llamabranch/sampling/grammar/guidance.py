@@ -1,4 +1,4 @@
-"""The only door to llguidance: grammars in its form, one tokenizer for each model, matchers.
+"""The only module that uses llguidance: grammars in its form, one tokenizer per model, matchers.
 
 It is imported when the first grammar is made. A failure inside it becomes a GrammarError.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Mask = npt.NDArray[np.uint32]
 
 _SEPARATORS = {"single": (", ", ": "), "none": (",", ":"), "any": (",", ":")}
-# The inside of JSON strings; their masks are computed once, when the tokenizer is made.
+# Lexemes inside JSON strings, whose masks are computed once, when the tokenizer is made.
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
 _MOST_REASON = 300
 
@@ -105,7 +105,7 @@ class Matcher:
     """The state of a grammar after the tokens accepted so far.
 
     Args:
-        model: whose tokens it matches.
+        model: the model whose tokens it matches.
         grammar: a result of ``compiled``.
 
     Raises:
@@ -125,10 +125,10 @@ class Matcher:
             raise _refusal("no text satisfies it")
 
     def mask(self) -> Mask:
-        """Return which tokens may come next, one bit each, uint32 ((V + 31) // 32,); do not change it.
+        """Return which tokens may come next, one bit each, uint32 ((V + 31) // 32,); do not modify it.
 
-        EOG tokens are allowed only where the text may end. If the next text is certain, only the token
-        with which the tokenizer would begin it is allowed.
+        EOG tokens are allowed only where the text may end. If the next text is forced, only the first
+        token that the tokenizer would use for it is allowed.
 
         Raises:
             GrammarError: the grammar is too complex at this position.
@@ -161,7 +161,7 @@ class Matcher:
         self._check()
 
     def forced(self) -> list[int]:
-        """Return the tokens of the text that must come next; [] if there is a choice."""
+        """Return the tokens of the text that must come next; [] if nothing is forced."""
         if self._is_ended or self._matcher.is_stopped():
             return []
         self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)
@@ -182,7 +182,7 @@ class Matcher:
 
 
 class LinePattern:
-    """A regular expression that is searched in single lines, in linear time.
+    """A regular expression that is searched for in single lines, in linear time.
 
     ``^`` and ``$`` are allowed at its ends. Any thread may use it.
 
@@ -207,7 +207,7 @@ class LinePattern:
             raise GrammarError(f"{source!r} matches lines without a text")
 
     def matches(self, line: str) -> bool:
-        """Return whether it is found in a line."""
+        """Return whether a line contains a match."""
         matcher, given = self._matcher.deep_copy(), line.encode("utf-8", "replace")
         n = matcher.try_consume_tokens(list(given))
         return n == len(given) and matcher.is_accepting()

@@ -1,8 +1,9 @@
-r"""Patterns of JSON schemas in Rust's syntax, without the parts that llguidance gets wrong.
+r"""Patterns of JSON schemas, translated to Rust's syntax without the parts that llguidance gets wrong.
 
-In such strings llguidance allows ``\u`` for control characters only, so the ``\u00e9`` of a model would
-become another letter; and it confuses the class of all control characters with that of all escapes. So
-``.`` and what surrounds a match allow no control characters, and classes only ``\t``, ``\n`` and ``\r``.
+In strings with a pattern, llguidance allows ``\u`` only for control characters, so a model that writes
+``\u00e9`` would end up with another letter. It also confuses the class of all control characters with
+the class of all escapes. So ``.`` and the text around a match allow no control characters, and classes
+allow only ``\t``, ``\n`` and ``\r``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ITEM = re.compile(r"\\.|--|[\[&~]", re.DOTALL)
 
 
 def rust_pattern(pattern: str) -> str:
-    """Return a pattern that matches the same texts in llguidance, but for control characters.
+    """Return a pattern that matches the same texts in llguidance, except for control characters.
 
     Raises:
         GrammarError: it has an empty class, ``--`` in a class, or ends with a backslash.
@@ -47,7 +48,7 @@ def rust_pattern(pattern: str) -> str:
 
 
 def _item(match: re.Match[str]) -> str:
-    """Return a part of a class; what opens a class or is an operator in Rust stands for itself."""
+    """Return a part of a class, with characters escaped that open a class or are operators in Rust."""
     if match[0] == "--":
         raise GrammarError(r"pattern: -- in a class is a set operator in other engines: write \-")
     return match[0] if match[0][0] == "\\" else f"\\{match[0]}"

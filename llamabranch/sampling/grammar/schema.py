@@ -1,7 +1,7 @@
-"""JSON schemas before llguidance gets them: made from types, checked, and their objects closed.
+"""Prepare JSON schemas for llguidance: make them from types, check them, and close their objects.
 
-Schemas that llguidance would silently get wrong are refused by name and place: numbers that its
-64-bit floats cannot tell apart, and patterns that it reads in another way. It refuses unknown
+Schemas that llguidance would silently get wrong are refused, with the keyword and the place: numbers
+that its 64-bit floats cannot tell apart, and patterns that it reads differently. It refuses unknown
 keywords itself.
 """
 
@@ -34,7 +34,7 @@ _MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # from 
 _VALUES = ("const", "enum", "default", "examples")
 _NUMBERS = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OPEN = ("additionalProperties", "patternProperties", "minProperties", "const", "enum")
-# Values of keywords that refuse nothing, and formats that refuse no text: generators write them.
+# Keyword values that restrict nothing, and formats that every text has; schema generators write them.
 _IDLE: dict[str, list[object]] = {
     "uniqueItems": [False], "not": [False], "propertyNames": [True, {}, {"type": "string"}],
     "unevaluatedProperties": [True, {}], "unevaluatedItems": [True, {}], "dependentRequired": [{}],
@@ -54,10 +54,10 @@ _PATTERNS = {
     "date-time-local": f"^{_DATE}T{_TIME}$",
     "iso-time": f"^{_TIME}{_OFFSET}$",
 }
-_MOST_S = 2.0  # for finding the part of a schema that is refused
+_MOST_S = 2.0  # to find which part of a schema is refused
 _MOST_DEPTH = 600  # schemas inside one another; 1,500 fit into 8 MB of stack
-_MOST_NAMES = 100_000  # names that are added to close objects
-_MOST_MULTIPLE = 100_000  # remainders, each a state of the grammar; this many take 1.5 s and 50 MB
+_MOST_NAMES = 100_000  # of properties that are added to close objects
+_MOST_MULTIPLE = 100_000  # each remainder is a state of the grammar; so many take 1.5 s and 50 MB
 
 
 class _Inexact(float):
@@ -85,9 +85,9 @@ def of_type(model: type) -> str:
 
 
 def without_unique(schema: Schema) -> Schema:
-    """Return a schema without ``uniqueItems``, for Python: a set drops repetitions itself.
+    """Remove ``uniqueItems`` from a schema for Python, where a set drops repetitions itself.
 
-    An array of values that are listed gets no more items than there are values, so it comes to an end.
+    An array of listed values gets at most as many items as there are values, so that it ends.
     """
     schema = deepcopy(schema)
     for _, part in _walk(schema):
@@ -111,7 +111,7 @@ def _n_values(items: object, document: Schema) -> int:
 
 
 def value(model: type | None, text: str) -> object:
-    """Return the value of a JSON text, an instance of ``model`` if given; or raise ParseError."""
+    """Return the value of a JSON text, as an instance of ``model`` if it is set; or raise ParseError."""
     read = json.loads if model is None else _adapter(model).validate_json
     try:
         return read(text)
@@ -135,10 +135,10 @@ def _adapter(model: type):  # type: ignore[no-untyped-def]
 
 
 def parse(source: str) -> Schema:
-    """Return the schema of a text, as llguidance gets it.
+    """Parse the text of a schema; return the schema that llguidance gets.
 
     Raises:
-        GrammarError: it is not a JSON schema, or llguidance would not follow a part of it; the message
+        GrammarError: it is not a JSON schema, or llguidance would get a part of it wrong; the message
             names the keyword and the place.
     """
     try:
@@ -214,7 +214,7 @@ def _is_exact(value: object) -> bool:
 
 
 def _check_bounds(part: Schema) -> None:
-    """Refuse an excluded integer less than 1 from the other bound: llguidance takes it."""
+    """Refuse an exclusive integer bound less than 1 from the other bound: llguidance would allow it."""
     for name, others, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
@@ -261,7 +261,7 @@ def _walk(document: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def check_depth(schema: object) -> None:
-    """Raise GrammarError for schemas that contain or refer to one another in too long a chain."""
+    """Raise GrammarError if schemas contain or refer to each other in too long a chain."""
     if isinstance(schema, dict):
         _depth(schema, schema, {})
 
@@ -269,10 +269,10 @@ def check_depth(schema: object) -> None:
 def _depth(part: Schema, document: Schema, known: dict[int, int], level: int = 1) -> int:
     """Return the length of the longest chain of schemas, each inside the one before or referred to by it.
 
-    llguidance enters them one inside the other, and would end the process where its stack ends.
+    llguidance recurses along the chain, and would overflow its stack and end the process.
     """
     if id(part) not in known:
-        known[id(part)] = 0  # until it has been left: a schema may contain itself
+        known[id(part)] = 0  # for now, because a schema may contain itself
         below = [schema for _, schema in _within(part)]
         place = str(part.get("$ref", "")).partition("#")
         if isinstance(target := pointed("".join(place[1:]), document), dict):
@@ -302,11 +302,11 @@ def place(schema: Schema, reason: str, refusal: Callable[[Schema], str]) -> tupl
 
 
 def _close(schema: Schema) -> None:
-    """Allow an object no other properties than those declared or required, unless it mentions others.
+    """Allow an object only the properties that it declares or requires, unless it mentions others.
 
-    If several schemas apply to one object, the outermost one gets all their names. Names of others
-    have no escapes: beside a declared "a", llguidance would take the key "\\u0061". Others beside
-    ``patternProperties`` are not allowed.
+    If several schemas apply to one object, the outermost one gets all their names. Names of other
+    properties must not have escapes, because llguidance would allow "\\u0061" in addition to a declared
+    "a". With ``patternProperties``, no other properties are allowed.
     """
     parts = [part for _, part in _walk(schema)]
     groups = [(part, _applied(part, schema, {})) for part in parts if _is_combined(part)]
@@ -344,7 +344,7 @@ def _is_combined(part: Schema) -> bool:
 
 
 def _applied(part: object, document: Schema, known: dict[int, Schema]) -> dict[int, Schema]:
-    """Add a schema, and all others that can apply to the same value, by their ids; return ``known``."""
+    """Add a schema and all others that can apply to the same value to ``known``, by id; return it."""
     if isinstance(part, dict) and id(part) not in known:
         known[id(part)] = part
         for ways in ([pointed(part.get("$ref"), document)], *map(part.get, _COMBINE[:3])):
@@ -365,7 +365,7 @@ def _dict(value: object) -> Schema:
 
 
 def _other_texts(texts: set[str]) -> str:
-    """Return a regular expression for all texts but these, without control characters."""
+    """Return a regular expression for all texts except these, without control characters."""
     by_first: dict[str, set[str]] = {}
     for text in texts - {""}:
         by_first.setdefault(text[0], set()).add(text[1:])

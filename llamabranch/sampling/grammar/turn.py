@@ -1,4 +1,4 @@
-"""The grammar of a turn that may call functions: free text, and calls that are valid once begun."""
+"""The grammar of a turn that may call functions: free text, and calls that are valid once they begin."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from .gbnf import ranges
 from .grammar import Grammar
 from .patterns import exactly
 
-_MOST_LOOSE = 64  # with more functions, only calls in the template's form are kept valid
+_MOST_LOOSE = 64  # with more functions, the grammar covers only calls in the template's form
 
 
 def turn_grammar(model: Model, tools: Tools, content: Grammar | None = None) -> Grammar:
-    """Return the grammar of an answer by ``model`` that may call, or has to call, some tools.
+    """Return the grammar of an answer by ``model`` that may or must call tools.
 
-    Text is not limited, nor are control tokens that do not begin a call. Once a call has begun, it must
-    name a known function and have arguments that follow its schema, in the form of the model's template.
-    This also holds for calls as bare or fenced JSON, which models write whatever their template says.
-    After a call there may only be calls, or the end. If a tool is forced, the answer begins with a call.
-    If the model cannot write the template's form, because a tag in it ends every text, a forced call is
-    bare JSON.
+    Text and control tokens that do not begin a call are free. Once a call has begun, it must name a
+    known function and have arguments that follow its schema, in the form of the model's template. This
+    also holds for calls as bare or fenced JSON, which models write whatever their template says. After
+    a call there may only be calls, or the end. If a tool is forced, the answer begins with a call. If
+    the model cannot write the template's form, because one of its tags would end the text, a forced
+    call is bare JSON.
 
     Args:
-        model: whose control tokens the form may name.
+        model: the model whose control tokens the form may name.
         tools: the tools of the request, with their ``turns``.
         content: the grammar of an answer without a call; None = free text.
 
@@ -77,7 +77,7 @@ def _of(model: Model, tools: Tools, content: Grammar | None) -> Grammar:
     return _compiled(lark)
 
 
-_compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation asks for one at every turn
+_compiled = lru_cache(maxsize=64)(Grammar.from_lark)  # a conversation needs one at every turn
 
 
 def _refusal(name: str, schema: object) -> GrammarError | None:
@@ -92,7 +92,7 @@ def _refusal(name: str, schema: object) -> GrammarError | None:
 
 
 def _source(schema: object) -> str:
-    """Return the text of a tool's schema. A function may get an item twice where it asks for a set."""
+    """Return a tool's schema as text. For a Python function that takes a set, items may be repeated."""
     source = dict(schema) if isinstance(schema, Mapping) else {}
     return json.dumps(json_schemas.without_unique(source), ensure_ascii=False)
 
@@ -101,7 +101,7 @@ _compiled_schema = lru_cache(maxsize=64)(Grammar.from_json_schema)
 
 
 def _freed(schema: object) -> dict[str, object]:
-    """Return a schema for an object with any values, for forms that write properties in tags."""
+    """Return a schema for an object with any values, in forms that write properties in tags."""
     kinds = {
         key: str(inner.get("type")) if isinstance(inner, Mapping) else ""
         for key, inner in properties_of(schema).items()
@@ -158,7 +158,7 @@ class _Writer:
             start = f"content | {self._literal(opening)} {self._calls(form)}"
         else:
             choices, trigger = self._loose(), self._trigger(opening)
-            with suppress(UnsupportedError):  # a form that this model cannot write
+            with suppress(UnsupportedError):  # the model may be unable to write this form
                 if trigger:
                     choices.append(f"{self._opened(trigger)} {self._any_calls()} WS?")
             start = f"{self._free(trigger)} ({' | '.join(choices)})?" if choices else "TEXT"
@@ -193,12 +193,12 @@ class _Writer:
     # -- text --------------------------------------------------------------------------------------
 
     def _before_end(self, text: str) -> str:
-        """Return a text up to a token that ends every text, if it contains one."""
+        """Return a text up to the first token that would end it (EOG), if there is one."""
         ends = (m.start() for m in self._pattern.finditer(text) if m[0] in self._eog)
         return text[: next(ends, None)]
 
     def _literal(self, text: str) -> str:
-        """Return a literal: text, and control tokens by their ids."""
+        """Return a literal, with control tokens written as ids."""
         parts, at = [], 0
         for match in self._pattern.finditer(text):
             if match[0] in self._eog:
@@ -214,7 +214,7 @@ class _Writer:
         return " ".join(parts) or '""'
 
     def _until(self, name: str, literal: str) -> str:
-        """Return a rule for free text up to a literal, and the literal."""
+        """Return a rule for free text that ends with a literal."""
         match = self._pattern.search(literal)
         if match is None:
             return self._rule(name, f"TEXT {_quoted(literal)}", "[lazy]")
@@ -224,19 +224,19 @@ class _Writer:
         return f"{lazy} {self._literal(literal[match.start() :])}"
 
     def _trigger(self, opening: str) -> str:
-        """Return the part of an opening that distinguishes a call from text."""
+        """Return the part of an opening that tells a call from text."""
         match = self._pattern.search(re.split(r"\s", opening, maxsplit=1)[0])
         return opening[match.start() :] if match else opening
 
     def _opened(self, trigger: str) -> str:
-        """Return free text up to the first word of an opening, and the opening."""
+        """Return a rule for free text that ends with an opening."""
         if self._pattern.match(trigger):
             return self._literal(trigger)
         word = re.split(r"\s", trigger, maxsplit=1)[0]
         return f"{self._until('open', word)} {self._literal(trigger[len(word) :])}"
 
     def _free(self, trigger: str) -> str:
-        """Return a rule for the part before calls: text, and control tokens that begin no call."""
+        """Return a rule for the part before calls: text and control tokens that do not begin a call."""
         self._rule("SOME", "/(.|\\n)+/")
         match = self._pattern.match(trigger)
         first = match[0] if match else ""
@@ -286,7 +286,7 @@ class _Writer:
                 others = [t for tag, t in self._control.items() if tag not in self._eog]
                 words.append(f"{self._rule('WORDS', '/ ?[a-z]*/')}? (<[{ranges(others)}]> WORDS?)?")
             elif part is Slot.WORDS:
-                # The lexer does not go back, so tags that are text are one lexeme.
+                # The lexer does not backtrack, so tags that are plain text are one lexeme.
                 pattern = f"/ ?[a-z]*(<\\|[a-z]+\\|>[a-z]+)?{exactly(str(parts[at + 1]))}/"
                 words.append(self._rule("WORDS", pattern))
                 parts[at + 1] = ""
@@ -318,10 +318,10 @@ class _Writer:
     def _argument(
         self, rule: str, key: str, schema: object, root: object, tags: ArgumentTags
     ) -> tuple[str, str]:
-        """Return two rules for an argument: as the first one, and after others.
+        """Return two rules for an argument: one if it comes first, and one if it follows others.
 
-        The separator and what follows it are one literal, because the lexer takes the longest match and
-        does not go back.
+        The separator and the text after it are one literal, because the lexer takes the longest match
+        and does not backtrack.
         """
         is_text = is_text_schema(schema, root)
         other = tags.around(_EXAMPLES.get(str(_resolved(schema, root).get("type")), 0))
@@ -357,7 +357,7 @@ class _Writer:
     def _json(
         self, schema: object, values: Values | None = None, *, is_flexible: bool = False
     ) -> str:
-        """Return a JSON value that follows a schema, spaced as the template writes it."""
+        """Return a rule for a JSON value that follows a schema, spaced as the template does."""
         values = values or self._form.values
         try:
             parsed = json_schemas.parse(_source(schema))
@@ -373,7 +373,7 @@ class _Writer:
     def _value(
         self, rule: str, schema: object, values: Values, root: object, depth: int = 0
     ) -> str:
-        """Return a value that follows a schema, written as ``values``."""
+        """Return a rule for a value that follows a schema, written as ``values``."""
         schema = _resolved(schema, root)
         if values.is_json:
             shared = {}
@@ -424,7 +424,7 @@ class _Writer:
 
     @staticmethod
     def _repeated(schema: Mapping[str, object], item: str) -> str:
-        """Return the items of an array after its first."""
+        """Return a rule for the items of an array after the first."""
         least, most = schema.get("minItems"), schema.get("maxItems")
         low = max(0, least - 1) if isinstance(least, int) else 0
         high = str(max(low, most - 1)) if isinstance(most, int) else ""
@@ -445,7 +445,7 @@ class _Writer:
         return "STRING"
 
     def _any(self, values: Values, kind: object = None) -> str:
-        """Return any value, or any object or array, written as ``values``."""
+        """Return a rule for any value, or any object or array, written as ``values``."""
         if "any" not in self._rules:
             self._rules["any"] = ""
             item, pair = self._literal(values.item), self._literal(values.pair)
@@ -495,7 +495,7 @@ class _Writer:
     # -- calls in other forms than the template's --------------------------------------------------
 
     def _loose(self) -> list[str]:
-        """Return calls as bare, fenced or tagged JSON, or in a list; their braces may be doubled."""
+        """Return rules for calls as bare, fenced or tagged JSON, or in a list; braces may be doubled."""
         if len(self._names) > _MOST_LOOSE:
             return []
         is_json = self._form.kind == "json"
@@ -529,7 +529,7 @@ _IN_TEXT = Values(quote='\\"')  # values inside a JSON string, with escaped quot
 
 
 def _written(values: Values, value: object) -> str:
-    """Return the text of a value; inside a JSON string it is escaped once more."""
+    """Return a value as text, which is escaped once more inside a JSON string."""
     if values is not _IN_TEXT:
         return values.write(value)
     return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)[1:-1]
@@ -543,7 +543,7 @@ def _escapes(backslash: str, third: str) -> str:
     """Return a regular expression for JSON's escapes of a character by its number.
 
     Args:
-        backslash: of the escape.
+        backslash: how the backslash is written.
         third: the third digits that may follow 00.
     """
     digit, u = "[0-9a-fA-F]", f"{backslash}u"
@@ -564,8 +564,8 @@ def _members(
 
     Args:
         schema: the schema of the object.
-        write: gets the number, the name and the schema of a property; returns its text as the first
-            one, and its text after others.
+        write: gets a property's number, name and schema; returns two rules for it: one if it comes
+            first, and one if it follows others.
     """
     required = schema.get("required") if isinstance(schema, Mapping) else None
     first = rest = ""
@@ -583,7 +583,7 @@ def _members(
 
 
 def _resolved(schema: object, root: object) -> Mapping[str, object]:
-    """Return a schema without a reference at its top."""
+    """Return a schema with the reference at its top resolved."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):

@@ -288,8 +288,10 @@ def fill(sequence: Text, snapshot: Snapshot, *, trusted: bool = False) -> None:
 
     Raises:
         SnapshotError: it is from another model or setting, or is inconsistent, or its settings or
-        grammar do not fit the tokens or the model. CacheFullError: not enough free cells. After an
-        error, the sequence may contain anything, so release it.
+            grammar do not fit the tokens or the model.
+        CacheFullError: not enough free cells.
+
+    After an error, the sequence may contain anything, so release it.
     """
     ctx = sequence.ctx
     snapshot.check(ctx, trusted=trusted)

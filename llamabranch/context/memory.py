@@ -590,7 +590,7 @@ class NonUnified(Memory):
         self.cells_per_sequence = handle.n_ctx_seq
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return them by sequence id, the only order in which llama.cpp computes several."""
+        """Return the sequences sorted by id, the only order in which llama.cpp computes several."""
         order = sorted(range(len(seqs)), key=seqs.__getitem__)
         return None if order == list(range(len(seqs))) else order
 

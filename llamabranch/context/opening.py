@@ -1,6 +1,6 @@
 """Open the native context of a model or of a head: resolve the parameters, then find out what it can do.
 
-`Capabilities` reports the result, and the right `Memory` class is chosen for it.
+`Capabilities` reports the result, which also decides the class of `Memory`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadWatch
 
-_MOST_OFF = 20  # equal logits differ by at most 1/20 of what another token changes
+_MOST_OFF = 20  # equal logits may differ by 1/20 of what another token changes
 _ROLLBACKS, _ROLLBACK_PART = (8, 4), 8  # tokens to undo, if their states fit into 1/8 of RAM
 _OF_HEAD = "a head only drafts"
 _BESIDE = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"

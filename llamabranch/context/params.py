@@ -100,8 +100,8 @@ class ContextParams:
             f16).
         exact: True = a token's logits do not depend, to the bit, on what else is in the batch or the
             cache, so the same seed gives the same text. This is tried out with the model when the
-            context is created, which raises UnsupportedError if it is not so. False = nothing is tried
-            out or promised; rounding may change a text.
+            context is created, which raises UnsupportedError if it fails. False = nothing is tried out
+            or promised; rounding may change a text.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: True = one cache for all sequences, in which forks share cells. False = each
@@ -125,8 +125,8 @@ class ContextParams:
             cache on.
         cache_size: the most bytes that these files may take ("8GiB", or a number); the least recently
             used are deleted first.
-        n_rs_seq: for how many last tokens of each sequence llama.cpp keeps the state, if the memory is
-            recurrent or hybrid and the model's architecture supports it. Drafts of up to this many
+        n_rs_seq: how many of each sequence's last tokens llama.cpp keeps the state for, if the memory
+            is recurrent or hybrid and the model's architecture supports it. Drafts of up to this many
             tokens are verified in place; longer drafts are verified on a fork. "auto" = 8 or 4 if these
             states together take at most an eighth of the machine's memory, else 0. 0 = none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
@@ -266,7 +266,7 @@ class ContextParams:
 
     @property
     def most_rollback(self) -> int:
-        """For how many last tokens llama.cpp can keep the states; needs resolved parameters."""
+        """How many last tokens llama.cpp can keep the states for; needs resolved parameters."""
         return (self.n_ubatch or self.n_batch) - 2
 
     def trained_length(self, model: Model) -> int | None:

@@ -64,7 +64,7 @@ def longest_prefix(
     tokens: Sequence[int],
     usable: Callable[[int, int], int] = lambda _seq_id, n: n,
 ) -> tuple[int, CachedPrefix | None]:
-    """Return the text that shares the longest prefix with ``tokens``, after the length of that prefix.
+    """Return the length of the longest prefix that a text shares with ``tokens``, and that text.
 
     ``usable(seq_id, n)`` returns how many of the first ``n`` tokens of a text can be shared.
     """

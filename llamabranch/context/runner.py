@@ -37,7 +37,7 @@ Piece = tuple[int, int, Callable[[], int], Callable[[], object], "list[int] | No
 # A token, its position, its sequence, and whether its row is needed.
 Entry = tuple[int, int, int, bool]
 
-_LONG = 64  # tokens in a decode from which the prompt speed is measured
+_LONG = 64  # the fewest tokens in a decode that measures the prompt speed
 _FULL = 1  # llama_decode's return codes
 _REFUSED = -1
 _INTERRUPTED = 2
@@ -274,7 +274,7 @@ class Runner:
                 which are valid until the next decode. If it is given, no rows are copied or returned.
 
         Raises:
-            CacheFullError, DecodeError: all sequences are as before, as they are if ``read`` raises an
+            CacheFullError, DecodeError: all sequences are as before. So they are if ``read`` raises an
                 exception.
         """
         seqs = dict.fromkeys(seq_id for _, seq_id, _ in batch.tokens)

@@ -256,7 +256,7 @@ class Text(TextNode):
             )
 
     def check_not_empty(self, what: str) -> None:
-        """Raise BranchStateError if it has no tokens and so no logits."""
+        """Raise BranchStateError if it has no tokens; ``what`` names what is missing then."""
         if not self.tokens:
             raise BranchStateError(
                 f"the branch is empty: it has no {what}", hint="prefill it first"

@@ -103,7 +103,7 @@ class CacheFullError(CapacityError):
 
     @classmethod
     def of_prompt(cls, n_prompt: int, n_ctx: int) -> CacheFullError:
-        """Return the error for a prompt of ``n_prompt`` tokens if ``n_ctx`` tokens are the most."""
+        """Return the error for a prompt of ``n_prompt`` tokens that does not fit into ``n_ctx``."""
         return cls(
             f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}",
             hint="shorten the prompt, or open the context with a larger n_ctx",

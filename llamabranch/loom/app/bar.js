@@ -1,12 +1,12 @@
 // @ts-check
-// The sampling bar: what texts, or answers of a chat, are continued with; kept in the document. Presets, and what a text must follow.
+// The sampling bar: settings for continuing texts or chats, kept in the document; presets; grammars and schemas.
 import { $, fill, h, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
 import { backend, bodyOf, net } from "./net.js";
 import { stateOf, store } from "./store.js";
 
 /** @typedef {Record<string, any>} Bar */
 
-/** @type {Record<string, Bar>} what a document begins with */
+/** @type {Record<string, Bar>} the bars of a new document */
 const FIRST = { text: { n: 3, max_tokens: 24 }, chat: { n: 1, max_tokens: 512 } };
 /** @type {Record<string, Record<string, Bar>>} */
 const PRESETS = {
@@ -31,7 +31,7 @@ const FOLLOWS = { free: "nothing: free text", json_schema: "a JSON schema", rege
 /** The bar of texts or of a chat. @param {string} mode @returns {Bar} */
 export const barOf = (mode) => store.doc.bars?.[mode] ?? FIRST[mode];
 
-/** What a text must follow: which kind. @param {Bar} bar */
+/** The kind of grammar that a text must follow. @param {Bar} bar */
 const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind]) ?? "free";
 
 /** The bar in words. @param {string} mode */
@@ -47,7 +47,7 @@ export function sentenceOf(mode) {
     kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean).join(", ");
 }
 
-/** Keep a bar in the document. Raises what the server refuses. @param {string} mode @param {Bar} bar */
+/** Keep a bar in the document. Raises an error if the server refuses it. @param {string} mode @param {Bar} bar */
 async function keepBar(mode, bar) {
   const body = bodyOf({ cid: crypto.randomUUID(), op: "bar", set: { [mode]: bar } });
   const { bars } = stateOf(net) === "read-only" ? { bars: { ...store.doc.bars, [mode]: bar } }
@@ -56,7 +56,7 @@ async function keepBar(mode, bar) {
   redraw(["state"]);
 }
 
-/** What a form says. Raises what it cannot mean. @param {any} form @returns {Bar} */
+/** The bar that a form describes. Raises an error if a value is invalid. @param {any} form @returns {Bar} */
 function read(form) {
   const data = new FormData(form);
   const of = (/** @type {string} */ name) => String(data.get(name) ?? "").trim();
@@ -78,12 +78,12 @@ function read(form) {
   return clean(bar);
 }
 
-/** A bar without what is not set. @param {Bar} bar @returns {Bar} */
+/** A bar without the settings that are not set. @param {Bar} bar @returns {Bar} */
 const clean = (bar) => Object.fromEntries(Object.entries(bar)
   .map(([name, value]) => [name, name === "sampling" ? clean(value) : value])
   .filter(([, value]) => value != null && value !== "" && (typeof value !== "object" || Object.keys(value).length)));
 
-/** Open the dialog of the bar. @param {string} mode @param {(() => void) | null} proceed what comes after; null: it is only kept */
+/** Open the dialog of the bar. @param {string} mode @param {(() => void) | null} proceed what to do next; null: only keep the bar */
 export function openBar(mode, proceed) {
   const usual = store.doc.model?.sampling ?? {};
   const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });

@@ -1,5 +1,5 @@
 // @ts-check
-// Copying: the text of a path without what is drawn around it, and with the parts that are not drawn.
+// Copying: the text of a path, with the parts that are not drawn, and without anything drawn around it.
 import { $, plural, tell, warn } from "./dom.js";
 import { backend } from "./net.js";
 import { store, texts } from "./store.js";
@@ -7,7 +7,7 @@ import { shownPath } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
-/** The whole text of the path; what is not here is fetched. */
+/** The whole text of the path; missing parts are fetched. */
 async function wholeText() {
   const c = shownPath();
   if (c.missing < 0) return c.text.join("");
@@ -26,7 +26,7 @@ export async function copyText() {
   }
 }
 
-/** What of a token or a run is selected. @param {Range} range @param {Node} element @param {string} shown what is drawn there
+/** The selected part of a token or a run. @param {Range} range @param {Node} element @param {string} shown what is drawn there
  * @param {string} text what it is */
 function selectedOf(range, element, shown, text) {
   if (shown !== text) return text; // it is drawn as a code, so it is copied as a whole
@@ -65,7 +65,7 @@ export function startCopy() {
     if (!selection?.rangeCount || selection.isCollapsed || /** @type {any} */ (document.activeElement)?.matches("input, textarea")) return;
     const range = selection.getRangeAt(0);
     if (!range.intersectsNode(box)) return;
-    // The whole box is selected by Ctrl+A alone: then the text is copied with what is not drawn.
+    // Only Ctrl+A selects the whole box: then parts that are not drawn are copied too.
     const isAll = range.startContainer === box && range.endContainer === box;
     event.clipboardData?.setData("text/plain", isAll ? shownPath().text.join("") : selectedText(range, box, shownPath()));
     event.preventDefault();

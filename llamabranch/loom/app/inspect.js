@@ -112,7 +112,7 @@ export function drawInspector() {
     !isNext && numbers(c, i), alternatives(c, i), !isNext && origin(c, i));
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
-  // On a phone what was tapped is inspected below the text.
+  // On a phone the tapped token is inspected below the text.
   $("main").classList.toggle("tapped", Math.max(view.cursor, view.reading) >= 0);
   if (innerWidth <= 900) $("text").querySelector(".cursor")?.scrollIntoView({ block: "nearest" });
 }

@@ -42,7 +42,7 @@ export const ACTIONS = [
 /** The keys of an action. @param {string} name @returns {string[]} */
 export const keysOf = (name) => ACTIONS.find(([each]) => each === name)?.[3] ?? [];
 
-/** A pressed key by its name: Shift is told only where the key does not tell it. @param {KeyboardEvent} event */
+/** The name of a pressed key; Shift is added only if the key itself does not show it. @param {KeyboardEvent} event */
 function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
   const name = key === " " ? "Space" : key;
   const shift = shiftKey && (name.length > 1 || ctrlKey || metaKey);

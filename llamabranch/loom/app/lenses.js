@@ -8,7 +8,7 @@ import { $, check, fill, h, redraw, set, tell } from "./dom.js";
  * @property {string[]} bins names of the bins, pale to strong
  * @property {(c: Columns, i: number) => number} value the number, NaN if it is not known
  * @property {(value: number) => number} bin its bin
- * @property {(bin: number, c: Columns, i: number) => string} cue drawn beside the colour ("" for probability: it has
+ * @property {(bin: number, c: Columns, i: number) => string} cue drawn next to the colour ("" for probability: it has
  *   underlines) */
 
 export const SOURCES = {
@@ -49,7 +49,7 @@ export function binOf(c, i) {
   return Number.isNaN(value) ? -1 : lens.bin(value);
 }
 
-/** The class of a token by its bin, and its cue beside the colour. @param {Columns} c @param {number} i */
+/** The class of a token by its bin, and its cue next to the colour. @param {Columns} c @param {number} i */
 export function looks(c, i) {
   const bin = binOf(c, i);
   return { class: `t b${bin < 0 ? "x" : bin}`, "data-cue": bin < 0 ? null : lens.cue(bin, c, i) || null };

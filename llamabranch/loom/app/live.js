@@ -10,7 +10,7 @@ import { moveTo, named } from "./text.js";
 const LISTED = 60; // the most rounds that are shown
 let isOpen = false;
 let frozen = false;
-let at = -1; // the round that is looked at; -1: the latest
+let at = -1; // the round that is shown; -1: the latest
 /** @type {Map<string, string>} tokens a second, by node */ const rates = new Map();
 let drawn = "";
 
@@ -26,7 +26,7 @@ function rounds() {
 
 const DOES = { continue: "writing", fork: "writing", score: "reading", type: "reading" };
 
-/** What a job does, how far it is, and a button that stops it. @param {Loose} job */
+/** What a job does, its progress, and a button that stops it. @param {Loose} job */
 function drawJob({ id, op, message, nodes }) {
   const [read, total] = (/([\d,]+) of ([\d,]+)/.exec(message ?? "") ?? []).slice(1).map((n) => Number(n.replaceAll(",", "")));
   const written = nodes.reduce((/** @type {number} */ n, /** @type {string} */ name) => n + (store.nodes.get(name)?.tokens.n ?? 0), 0);
@@ -51,7 +51,7 @@ function totals(/** @type {Loose[]} */ all) {
 const sentence = (/** @type {Loose} */ { round, draft, accepted, rejected, unreached }) =>
   `Round ${round}: drafted ${draft.length}, accepted ${accepted}, rejected ${rejected}, not reached ${unreached}`;
 
-/** One round: its tokens as they were judged, then what replaced or followed them. @param {Loose} round @param {boolean} chosen */
+/** One round: its tokens with their verdicts, then the token that replaced or followed them. @param {Loose} round @param {boolean} chosen */
 function roundLine(round, chosen) {
   const { draft, accepted, rejected, next, src, ms } = round;
   const words = texts(draft.map((/** @type {any} */ each) => each[1]));

@@ -1,5 +1,5 @@
 // @ts-check
-// The page as a whole: its state, what actions do, typing, dialogs. Everything else is in the modules it joins.
+// The page as a whole: its state, its actions, typing, dialogs. Everything else is in the modules that it imports.
 import {
   $, attribute, check, fill, h, label, later, pace, paints, plural, radios, redraw, set, tell, visible, warn,
 } from "./dom.js";
@@ -31,7 +31,7 @@ function keepPlace() {
   void act("set", { node: current, current: true });
 }
 
-/** What is done once the reader stays at a node: text without numbers, as an imported one, is scored when first seen. */
+/** What happens once the reader stays at a node: text without numbers, such as imported text, is scored when first seen. */
 function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
@@ -41,10 +41,10 @@ function stay() {
   if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
 
-/** "chat" where the shown text, or the one that is about to begin, is a conversation. */
+/** "chat" if the shown text, or the one about to begin, is a conversation. */
 const mode = () => (!$("empty").hidden ? begins() : isChat(shownPath()) ? "chat" : "text");
 
-/** Whether the path ends with a whole answer: what follows is a reply. */
+/** Whether the path ends with a complete answer, so that a reply follows. */
 function isAnswered() {
   const c = shownPath(), node = selected();
   if (!isChat(c) || c.turns.at(-1)?.role !== "assistant" || !node || place() !== node.at + node.n) return false;
@@ -76,7 +76,7 @@ function whereTo() {
   return words ? `after “${words.slice(-24)}”` : `after token ${at}`;
 }
 
-/** Say where the next action acts. */
+/** Show where the next action acts. */
 function drawWhere() {
   const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
@@ -150,7 +150,7 @@ function openBox({ at, label: title, value = "", edit = false, roles = [], keep:
   form.scrollIntoView({ block: "nearest" });
 }
 
-/** What a box says of control tokens. @param {boolean} parsed */
+/** What a box says about control tokens. @param {boolean} parsed */
 const controlNote = (parsed) => {
   const { eos, chat } = store.doc.model ?? {};
   if (!eos || (!parsed && !chat)) return "";
@@ -171,7 +171,7 @@ function reply() {
     keep: (text, role) => act("chat", { node, at, text, role: role || "user" }) });
 }
 
-/** Write a turn of the conversation anew; the old one stays as a branch. @param {number} turn */
+/** Rewrite a turn of the conversation; the old one stays as a branch. @param {number} turn */
 function editTurn(turn) {
   const c = shownPath(), node = store.current, { role, begin, end } = c.turns[turn] ?? {};
   if (role == null) return;
@@ -181,17 +181,17 @@ function editTurn(turn) {
     keep: (text) => act("chat", { node, turn, text }) });
 }
 
-/** Have an answer written again. @param {number} turn */
+/** Regenerate an answer. @param {number} turn */
 async function retry(turn) {
   const c = shownPath(), there = c.turns.findLastIndex(({ role }, i) => role === "assistant" && i <= turn);
   if (there < 0) return tell("There is no answer here.");
   await go({ at: c.turns[there].begin });
 }
 
-/** What begins: "text" or "chat". */
+/** What the user begins: "text" or "chat". */
 const begins = () => /** @type {any} */ ($("mode").querySelector(":checked"))?.value ?? "text";
 
-/** Begin a new text or conversation, and have it continued. @param {() => Promise<any>} [proceed] what continues it */
+/** Begin a new text or conversation, and let the model continue it. @param {() => Promise<any>} [proceed] what continues it */
 async function begin(proceed = go) {
   const text = $("begin").value, chat = begins() === "chat";
   let tools = [];
@@ -216,7 +216,7 @@ async function begin(proceed = go) {
 /** @type {any[]} */ let hits = [], hit = -1;
 let sought = "", soughtIn = -1; // the text that was searched for, and the revision of the tree
 
-/** Find text in all branches that are shown, and count them. The next hit is the one after that which was shown. */
+/** Find text in all branches that are shown, and count them. The next hit is the one after the hit that was shown. */
 async function find() {
   const q = $("find").value;
   const { found: all, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
@@ -242,7 +242,7 @@ async function nextHit(/** @type {number} */ by) {
 
 // --- dialogs ---
 
-/** A dialog with fields. A field is [name, title, first value]. It stays open, and says why, until what it asks for is done.
+/** A dialog with fields. A field is [name, title, first value]. It stays open and shows the error until the action succeeds.
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
  * @param {any[]} [more] what else is in it */
 function ask(title, fields, verb, done, more = []) {
@@ -291,7 +291,7 @@ const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => fla
 
 const selected = () => store.nodes.get(store.current ?? "");
 
-/** Show where a branch begins, since it is deleted; the first screen, where it is a whole text. @param {any} node */
+/** A branch was deleted: show the place where it began, or the first screen if it was a whole text. @param {any} node */
 const leave = ({ parent, at }) => (parent ? select(parent, at) : run.new());
 
 /** @type {Record<string, string[]>} */
@@ -303,7 +303,7 @@ const MENU = {
 };
 
 let lastTurn = Promise.resolve();
-/** Act once the call before this one is done: keys may be faster than the server. @param {() => Promise<void>} act */
+/** Act once the previous call is done, because keys may be faster than the server. @param {() => Promise<void>} act */
 const inTurn = (act) => (lastTurn = lastTurn.then(act, act));
 
 /** @type {Record<string, () => any>} */
@@ -410,7 +410,7 @@ const run = {
   pause: freeze,
 };
 
-// --- what is around: state, header, panes ---
+// --- around the text: state, header, panes ---
 
 function drawState() {
   const root = document.documentElement;
@@ -463,7 +463,7 @@ function drawState() {
   else fill($("bar-begin"), sentenceOf(begins()), " ", h("kbd", {}, keysOf("options")[0] ?? ""));
 }
 
-/** Beginnings that run at a click. @type {Record<string, Record<string, string>>} */
+/** Examples that run at a click. @type {Record<string, Record<string, string>>} */
 const CARDS = {
   sentence: { title: "Continue a sentence", text: "Once upon a time there was a little fox who",
     chat: "Tell me about a little fox, in three sentences.", line: "Each token is coloured by its probability." },
@@ -510,7 +510,7 @@ function widen(/** @type {string} */ side, /** @type {number} */ width) {
   return wide;
 }
 
-/** Show a pane where the window is too narrow for all. @param {string} pane */
+/** Show one pane if the window is too narrow for all. @param {string} pane */
 function showPane(pane) {
   $("main").dataset.pane = pane;
   check("panes", pane);
@@ -536,7 +536,7 @@ function startPanes() {
   showPane("text");
 }
 
-/** Do what a card says: its text begins and is continued. @param {string} card @param {string} text */
+/** Do what a card says: begin its text and continue it. @param {string} card @param {string} text */
 async function runCard(card, text) {
   $("begin").value = text;
   if (card === "draft" && store.doc.model?.draft === "none") return $("begin").focus(); // the card's line says which option it needs
@@ -558,7 +558,7 @@ function showTools({ target }) {
   set(tools, { "--top": `${first.offsetTop + 4}px`, "--right": `${right}px` });
 }
 
-/** Put the parts together; nothing is asked of a server. */
+/** Put the parts together, without any request to a server. */
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
   choose(LENSES[0].name);

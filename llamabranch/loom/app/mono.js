@@ -1,10 +1,10 @@
 // @ts-check
-// The monospace font: on by itself where a text is code; a switch turns it on and off, and is kept.
+// The monospace font: automatic for code; a switch turns it on or off, and is remembered.
 import { attribute } from "./dom.js";
 import { store } from "./store.js";
 import { shownPath } from "./text.js";
 
-const LOOKED = 400; // only so many first tokens of a text are examined
+const LOOKED = 400; // only this many tokens from the start of a text are examined
 // Lines that hardly anyone writes in prose.
 const CODE = [
   /^\s*(?:def|class)\s+\w+\s*[(:]/, /^\s*(?:from\s+[\w.]+\s+)?import\s+[\w.*{]/, /^\s*#\s*(?:include|define|ifdef|pragma)\b/,

@@ -4,11 +4,11 @@ import { busy, hush, openLink, plural, redraw, short, tell, warn } from "./dom.j
 import { forgetTokens, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
-let links = 0; // links used so far: the answer to a request from before the last one says nothing about the new session
+let links = 0; // links used so far: a request sent before the last link says nothing about the new session
 /** @type {((name: string, data: any) => void)[]} functions that get each event, too */
 export const listeners = [];
 
-/** What answers the page: the server here, the data block in an exported file. */
+/** Answers the page's requests: here the server, in an exported file its data block. */
 export const backend = {
   /** @param {string} path @param {RequestInit} [init] @returns {Promise<any>} */
   async ask(path, init) {
@@ -36,10 +36,10 @@ export function get(/** @type {string} */ path, /** @type {Record<string, any>} 
   return backend.ask(`${path}?${search}`);
 }
 
-/** The body of an action: half a character, as programs leave it in the clipboard, is U+FFFD. @param {Record<string, any>} fields */
+/** The body of an action. Half a surrogate pair, as from some clipboards, becomes U+FFFD. @param {Record<string, any>} fields */
 export const bodyOf = (fields) => JSON.stringify(fields, (_, value) => (typeof value === "string" ? value.toWellFormed() : value));
 
-/** @type {Map<string, (node: any) => void>} what waits for the first node of an action, by the action's id */
+/** @type {Map<string, (node: any) => void>} functions that wait for the first node of an action, by the action's id */
 const beginnings = new Map();
 
 /** @param {string} cid of the action that made a node @param {any} node */
@@ -50,8 +50,8 @@ function begun(cid, node) {
 
 const QUIET = ["set", "score"]; // operations without a user's action keep the footer
 
-/** Do an action. While the connection is lost it is tried again under the same id, so that it is done once. What the
- * server refuses is shown in the footer, and the answer is null.
+/** Do an action. While the connection is lost it is repeated under the same id, so that it is done once. If the server
+ * refuses it, the footer shows why, and the answer is null.
  * @param {string} op @param {Record<string, any>} [fields]
  * @param {(node: any) => void} [first] called with the node it makes: the event comes before the answer, which waits
  * for the disk @returns {Promise<any>} */
@@ -83,7 +83,7 @@ export async function act(op, fields = {}, first) {
   }
 }
 
-/** The connection is lost, or there again: what is shown is drawn, and what it lacks fetched. @param {boolean} is */
+/** The connection is lost or back: draw the page again, which fetches what it lacks. @param {boolean} is */
 function connection(is) {
   net.connected = is;
   redraw(["state", "tree", "text", "inspect"]);
@@ -100,7 +100,7 @@ export async function fetchDoc() {
 /** @type {Set<string>} */
 const fetching = new Set();
 
-/** Fetch something unless it is on its way. @param {string} key @param {() => Promise<void>} fetched */
+/** Fetch something unless it is already being fetched. @param {string} key @param {() => Promise<void>} fetched */
 async function once(key, fetched) {
   if (fetching.has(key)) return;
   fetching.add(key);
@@ -113,7 +113,7 @@ async function once(key, fetched) {
   fetching.delete(key);
 }
 
-/** Fetch tokens of a path, with the ten most probable at each place if it is asked for.
+/** Fetch tokens of a path, with the ten most probable ones at each place if `top` is given.
  * @param {string} node @param {number} from @param {number | null} [n] all, if it is not given @param {1} [top] */
 export const fetchPath = (node, from, n, top) => once(`${node}:${from}:${top}`, async () => {
   const { parts, nodes, rounds } = await get("/loom/tokens", { node, from, n, top });
@@ -182,7 +182,7 @@ function listen(since) {
   }
 }
 
-/** After a refused connection: the document again, then its events. */
+/** After a refused connection: fetch the document again, then listen for its events. */
 async function resume() {
   try {
     const { boot, rev } = await fetchDoc();

@@ -5,7 +5,7 @@ import { backend, fetchDoc } from "./net.js";
 import { FLAGS, pieces, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
 
-/** The places where the texts of nodes have something, as the server finds them. @param {string} q */
+/** The places where a text occurs in the nodes, as the server finds them. @param {string} q */
 function findIn(q) {
   const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
   const found = [];

@@ -1,5 +1,5 @@
 // @ts-check
-// The document as the page knows it: nodes, columns of numbers, the path that is shown. No elements, no requests.
+// The page's copy of the document: nodes, columns of numbers, the shown path. No elements, no requests.
 import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 
 /** @typedef {string | number[] | {c: string}} Piece text of a token: a string, bytes, or the name of a control token
@@ -10,7 +10,7 @@ const CACHED_TOPS = 2000;
 
 const NUMBERS = ["ids", "lp", "h", "rk"];
 
-/** Numbers of tokens in typed arrays that grow; what is not known is NaN. */
+/** Numbers of tokens in typed arrays that grow; unknown ones are NaN. */
 export class Tokens {
   constructor(size = 32) {
     this.n = 0;
@@ -47,7 +47,7 @@ export class Tokens {
     }
   }
 
-  /** Put a stretch of other tokens at the end. @param {Tokens} other @param {number} from @param {number} to */
+  /** Append a range of other tokens. @param {Tokens} other @param {number} from @param {number} to */
   append(other, from, to) {
     const at = this.n;
     this.grow(at + to - from);
@@ -77,7 +77,7 @@ function keptSettings() {
   }
 }
 
-/** All that is known. `revision` counts changes of the tree's shape; `end` is where the shown path ends. */
+/** Everything that is known. `revision` counts changes of the tree's shape; `end` is where the shown path ends. */
 export const store = {
   /** @type {Map<string, Node>} */ nodes: new Map(),
   /** @type {Loose} */ doc: { model: null, file: {}, state: "loading", undo: 0, redo: 0 },
@@ -101,7 +101,7 @@ export function keepSetting(name, value) {
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
 export const view = { cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
-  /** where one reads on after a branch was made: the inspector and the arrows begin there */ reading: -1,
+  /** where the reader continues after a new branch: the inspector and the arrow keys begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
 /** Change what the reader looks at. @param {Partial<typeof view>} changes */
@@ -110,7 +110,7 @@ export function look(changes) {
   redraw(["text", "inspect", "where"]);
 }
 
-/** The node that a place belongs to, and the place; null: its end. @param {string} id @param {number | null} end
+/** The node that a place belongs to, and the place; null: the node's end. @param {string} id @param {number | null} end
  * @returns {[string, number | null]} */
 function home(id, end) {
   let node = store.nodes.get(id);
@@ -165,7 +165,7 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-/** What a document leaves out of its nodes, and their tokens bring. @param {Loose} node */
+/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} node */
 export function putFacts({ id, seed, sampling, stop, max_tokens, grammar, json_schema, read, cached, note }) {
   const node = store.nodes.get(id);
   if (node) Object.assign(node, { seed, sampling, stop, max_tokens, grammar, json_schema, note }, read == null ? {} : { read, cached });
@@ -204,7 +204,7 @@ export function putTokens(columns) {
   for (const key of store.tops.keys()) if (store.tops.size > CACHED_TOPS) store.tops.delete(key);
 }
 
-/** Have all tokens fetched again, where there is a conversation. */
+/** Make the page fetch all tokens again if there is a conversation. */
 export function forgetTokens() {
   const nodes = [...store.nodes.values()];
   if (nodes.some(({ turns }) => turns?.length)) for (const node of nodes) node.tokens = NONE;
@@ -222,7 +222,7 @@ export function holder(node) {
   return parent;
 }
 
-/** Whether a node, or what it begins in, is deleted. @param {Node | undefined} node */
+/** Whether a node, or one that it continues, is deleted. @param {Node | undefined} node */
 function isGone(node) {
   for (; node; node = holder(node)) if (node.flags & FLAGS.deleted) return true;
   return false;
@@ -246,7 +246,7 @@ export function pieces(id, end) {
   return parts.reverse();
 }
 
-/** The turns of a path: those of a node take the place of its parents' from there on.
+/** The turns of a path: a node's own turns replace its parents' turns from there on.
  * @param {Path["owners"]} owners @param {number} n how many tokens of the path are here @returns {Turn[]} */
 function turnsOf(owners, n) {
   /** @type {[string, number, number, number | null][]} */ let found = [];
@@ -260,7 +260,7 @@ function turnsOf(owners, n) {
   });
 }
 
-/** The tokens of a path in one. `missing` is the first position that has to be fetched, or -1.
+/** The tokens of a path, joined. `missing` is the first position that has to be fetched, or -1.
  * @param {string | null} id @param {number | null} end @returns {Path} */
 export function pathOf(id, end) {
   const owners = pieces(id, end);
@@ -289,14 +289,14 @@ export const ownerOf = (path, position) =>
 
 const UTF8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
-/** Texts of tokens one after the other: a character that several tokens share stands at the last of them; bytes that
- * are no UTF-8 are written as \ufffd. */
+/** The texts of consecutive tokens: a character that several tokens share is in the last one's text; bytes that are
+ * not UTF-8 become \ufffd. */
 export const texts = (/** @type {Piece[]} */ all) => wholeCharacters(all.map((piece, i) => {
   if (!Array.isArray(piece)) return typeof piece === "string" ? piece : piece.c;
   return UTF8.decode(new Uint8Array(piece), { stream: Array.isArray(all[i + 1]) });
 }));
 
-/** A piece by itself, with bytes that are no text as \xNN. @param {Piece} piece */
+/** A piece by itself, with bytes that are not text as \xNN. @param {Piece} piece */
 export const pieceText = (piece) => Array.isArray(piece) && texts([piece])[0].includes("\ufffd")
   ? piece.map((byte) => byte < 128 ? String.fromCharCode(byte) : "\\x" + byte.toString(16)).join("") : texts([piece])[0];
 

@@ -17,7 +17,7 @@ const MARGIN = 600; // px of blocks that are text above and below the visible on
 const SHOOTS = 6, SHOOT_TOKENS = 24;
 const SURPRISE = Math.log(0.05);
 
-/** What puts a path together, again only when something of it has changed.
+/** A function that builds a path, again only if a part of it has changed.
  * @returns {(id: string | null, end: number | null) => Path} */
 function keptPath() {
   let path = pathOf(null, null);
@@ -40,7 +40,7 @@ export function place() {
   return view.cursor >= 0 && view.cursor < shownPath().n ? view.cursor + 1 : (store.end ?? (node ? node.at + node.n : 0));
 }
 
-/** What a screen reader says of a token. @param {Path} c @param {number} i */
+/** What a screen reader says about a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
   const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[c.src[i]];
   return [`'${c.shown[i]}'`, p >= 0 && `${short(100 * p)} percent`, c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
@@ -49,7 +49,7 @@ function spoken(c, i) {
 /** Class, cue and log-probability of a token. @param {import("./store.js").Tokens} c @param {number} i */
 const figures = (c, i) => ({ ...looks(c, i), "data-lp": Number.isNaN(c.lp[i]) ? null : Number(c.lp[i].toPrecision(8)) });
 
-/** Rejected and never judged drafts by the position before which they stand. @param {Path} c */
+/** Rejected and never judged drafts, by the position that they stand before. @param {Path} c */
 function ghostsOf(c) {
   /** @type {Map<number, any>} */ const ghosts = new Map();
   if (!view.ghosts && lens.name !== "source") return ghosts;
@@ -96,7 +96,7 @@ function textView(box) {
     for (const block of blocks.splice(count)) block.remove();
   }
 
-  /** How a block is dressed as a part of a turn. @param {any} block */
+  /** Style a block as a part of a turn. @param {any} block */
   function dressOf({ turned: part, from, to }) {
     if (!part) return { class: null, "data-title": null, "data-turn": null };
     const { kind, role, first, last } = part, begins = from === part.from, ends = to === part.to;
@@ -120,7 +120,7 @@ function textView(box) {
 
   const textOf = (/** @type {Path} */ c, /** @type {any} */ run) => c.shown.slice(run.from, run.to).join("");
 
-  /** The tokens of a run as elements with colour, cue and name, those that are there kept. @param {Path} c @param {any} run
+  /** The tokens of a run as elements with colour, cue and name, keeping existing elements. @param {Path} c @param {any} run
    * @param {Map<number, any>} ghosts @param {Set<number>} forks @param {Map<number, any>} kept */
   function drawRun(c, run, ghosts, forks, kept) {
     const content = [];
@@ -214,7 +214,7 @@ export function moveTo(i) {
   if (view.cursor >= 0) main.reveal(Math.min(view.cursor, n - 1));
 }
 
-/** Where the arrows begin without a cursor: where one reads on, if there is such a place. @param {number} otherwise */
+/** Where the arrow keys begin without a cursor: where the reader continues, if there is such a place. @param {number} otherwise */
 const readingFrom = (otherwise) => (view.reading >= 0 ? Math.min(view.reading, shownPath().n - 1) : otherwise);
 
 /** What keys do in the text. @type {Record<string, () => void>} */
@@ -227,7 +227,7 @@ export const textMoves = {
   surpriseBack: () => seek((c, i) => c.lp[i] < SURPRISE, -1),
 };
 
-/** Go to the next token of a kind, or the one before; behind the last comes the first.
+/** Go to the next token of a kind, or the one before; after the last comes the first.
  * @param {(c: Path, i: number) => boolean} is @param {1 | -1} [by] */
 export function seek(is, by = 1) {
   const c = shownPath();
@@ -300,7 +300,7 @@ export function startText() {
   };
 }
 
-/** The ten most probable tokens at a position of the path, or behind it; they are fetched if they are not here.
+/** The ten most probable tokens at a position of the path, or after it; they are fetched if they are missing.
  * @param {number} i */
 export function topsAt(i) {
   const c = shownPath();

@@ -7,7 +7,7 @@ import { FLAGS, holder, select, store, texts } from "./store.js";
 
 /** @typedef {import("./store.js").Node} Node */
 /** @typedef {object} Segment a stretch without forks, over one node or several
- * @property {string} key that of its first token: stays while it grows @property {Node} first @property {Node} node its last
+ * @property {string} key of its first token, so it stays while the segment grows @property {Node} first @property {Node} node its last
  * @property {Node[]} parts all of them
  * @property {number} from @property {number} to positions in the path @property {number} level
  * @property {Segment | null} parent @property {Segment[]} children */
@@ -15,12 +15,12 @@ import { FLAGS, holder, select, store, texts } from "./store.js";
 const ROW = matchMedia("(pointer: coarse), (max-width: 600px)").matches ? 44 : 34; // px, as in app.css
 const POOL = 80;
 const WORDED = 48; // tokens that the words of a row are made of
-const TOLD = 20; // the list of nodes has at least so many first characters of each text
+const TOLD = 20; // the list of nodes has at least this many first characters of each text
 /** @type {Set<string>} */ const closed = new Set();
 /** @type {Segment[]} */ let roots = [];
 /** @type {Segment[]} */ let rows = [];
 /** @type {Map<string, Segment[]>} */ let byNode = new Map();
-let built = -1; // the revision that the rows are of
+let built = -1; // the revision that the rows show
 
 /** Cut the nodes into segments. */
 function build() {
@@ -115,7 +115,7 @@ function setOpen(/** @type {Segment} */ { key }, /** @type {boolean} */ open) {
   redraw(["tree"]);
 }
 
-/** What is done with the chosen segment. @param {(segment: Segment) => void} what */
+/** Make a function that does something with the chosen segment. @param {(segment: Segment) => void} what */
 const chosen = (what) => () => {
   const segment = segmentOf(store.current);
   if (segment) what(segment);
@@ -144,7 +144,7 @@ function step(/** @type {number} */ by) {
   if (next) goTo(next);
 }
 
-/** The text a row begins with: no more than is before the next fork. @param {Segment} segment */
+/** The text that a row begins with, at most up to the next fork. @param {Segment} segment */
 function wording({ parts, from, to }) {
   for (const { turns, tokens, at } of from === 0 ? parts : []) { // a conversation: its first question
     const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;

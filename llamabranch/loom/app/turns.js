@@ -15,10 +15,10 @@ import { ownerOf, store, view } from "./store.js";
 /** Whether the shown text is a conversation. @param {Path} c */
 export const isChat = (c) => c.turns.length > 0;
 
-/** The turn that a position is in: the last, if it is behind all. @param {Path} c @param {number} position */
+/** The turn that a position is in, or the last one if it is after all turns. @param {Path} c @param {number} position */
 export const turnAt = (c, position) => c.turns.findLastIndex(({ at }) => at <= position);
 
-/** The parts of a path, in order; none where it is no conversation. @param {Path} c */
+/** The parts of a path, in order; none if it is not a conversation. @param {Path} c */
 export function partsOf(c) {
   const there = known.get(c);
   if (there) return there;
@@ -60,7 +60,7 @@ function answer(c, { begin, end }, put) {
   put(from, end, {});
 }
 
-/** What is known of an answer: the last node with tokens in it has read it whole. @param {Path} c @param {number} begin
+/** What is known about an answer, from the last node with tokens in it, which covers all of it. @param {Path} c @param {number} begin
  * @returns {[string, number, number, [string, any][]][]} */
 const readBy = (c, begin) => c.owners.flatMap(({ id }) =>
   (store.nodes.get(id)?.answers ?? []).filter(([at]) => at === begin)).at(-1)?.[1] ?? [];

@@ -5,7 +5,7 @@
 export const $ = (id) => document.getElementById(id);
 
 /** Make an element. A prop that begins with "on" is a listener, "class", "role", "aria-..." and "data-..." are
- * attributes, "--x" is a style property, all else is a property. Children are elements or text.
+ * attributes, "--x" is a style property, and everything else is a property. Children are elements or text.
  * @param {string} tag @param {Record<string, any>} [props] @param {...any} children @returns {any} */
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
@@ -29,7 +29,7 @@ export function attribute(element, name, value) {
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, String(value));
 }
 
-/** Replace what an element holds. @param {Element} element @param {...any} children */
+/** Replace the children of an element. @param {Element} element @param {...any} children */
 export function fill(element, ...children) {
   element.replaceChildren(...children.flat(3).filter((child) => child != null && child !== false));
 }
@@ -46,8 +46,8 @@ const UNSEEN = /\p{RGI_Emoji}|[\p{C}\p{Z}]/gv; // emoji come first, because the 
 const KEPT = " \n\t\u200c\u200d";
 const MARKS = /(\p{M}{8})(\p{M}+)/gu;
 
-/** Text as it is drawn: what cannot be seen, or would reorder the text around it, is written as its code, and of
- * a pile of combining marks eight are drawn. @param {string} text */
+/** Text as it is drawn: characters that are invisible, or reorder the text around them, are
+ * written as codes, and at most eight combining marks are drawn on a character. @param {string} text */
 export function visible(text) {
   if (/^[\x20-\x7e\n]*$/.test(text)) return text;
   return text
@@ -56,7 +56,7 @@ export function visible(text) {
     .replace(MARKS, (_, drawn, more) => `${drawn}[+${[...more].length} marks]`);
 }
 
-/** Texts of tokens that follow each other as they are drawn: a pile of marks may be built by many of them.
+/** The texts of consecutive tokens, as they are drawn: many tokens may add marks to one character.
  * @param {string[]} texts */
 export function visibleTexts(texts) {
   let marks = 0;
@@ -78,7 +78,7 @@ export function clip(text, most) {
   return text.slice(0, next ? next.index || next.segment.length : most);
 }
 
-/** Texts that follow each other, with each character in one of them: one that several share is in the last.
+/** Consecutive texts, each character in one of them: a character that several share is in the last one.
  * @param {string[]} texts */
 export function wholeCharacters(texts) {
   let open = -1; // the text that holds the last character so far
@@ -101,7 +101,7 @@ export function wholeCharacters(texts) {
 export const label = (text) =>
   visible(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (s) => "·".repeat(s.length));
 
-/** A number with three digits that count. @param {number | null | undefined} x */
+/** A number with three significant digits. @param {number | null | undefined} x */
 export function short(x) {
   if (x == null || Number.isNaN(x)) return "–";
   const size = Math.abs(x);
@@ -131,8 +131,8 @@ export function busy(by) {
   document.documentElement.toggleAttribute("data-busy", underway > 0);
 }
 
-/** Something that is done a while after it was asked for the last time. @param {number} ms
- * @returns {(what: (() => void) | null, ms?: number) => void} null: it is not done any more */
+/** Make a function that runs its argument a while after its last call. @param {number} ms
+ * @returns {(what: (() => void) | null, ms?: number) => void} null cancels it */
 export function later(ms) {
   let timer = 0;
   return (what, wait = ms) => {
@@ -147,7 +147,7 @@ export function later(ms) {
   };
 }
 
-// A part of the page asks to be drawn, and each frame draws such parts once. After a key or a click that is the next
+// Parts of the page ask to be drawn, and each frame draws such parts once. After a key or a click that is the next
 // frame. For text that a model writes it is a frame at least `least` ms after the last one, or later if frames would
 // take more than a share of the time.
 export const pace = { share: 1, least: 50, most: 800 };
@@ -187,13 +187,13 @@ export function redraw(parts, waits = false) {
 
 let toldAt = 0, telling = 0;
 
-/** Take back what was said: something else is done now. */
+/** Clear the message, because something else is done now. */
 export function hush() {
   clearTimeout(telling);
   $("status").textContent = "";
 }
 
-/** Say what went wrong: in the dialog that is open, too. @param {string} message */
+/** Say what went wrong, also in an open dialog. @param {string} message */
 export function warn(message) {
   tell(message);
   const box = document.querySelector("dialog[open] .wrong");
@@ -210,7 +210,7 @@ export function tell(message) {
   }, Math.max(0, 2000 - (performance.now() - toldAt)));
 }
 
-/** Exchange the token of the link that opened the page, if there is one, for a session. Whether there was one. */
+/** Exchange the token of the link that opened the page for a session. Returns whether there was a token. */
 export async function openLink() {
   const token = location.hash.slice(1);
   if (!token) return false;

@@ -12,7 +12,7 @@ import { $, attribute, busy, fill, h, openLink, plural, set, tell, visible } fro
  *   branches: Branch[], first: number}} Branch */
 
 const MOST = 500, WAIT_MS = 1000;
-const FRESH = ["first", "new"]; // all other causes are of tokens that had been read before
+const FRESH = ["first", "new"]; // all other causes are for tokens that had been read before
 const STATES = {
   "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link; without a terminal, add #KEY to the address, an API key of the server.",
   "model-loading": "The model is being loaded.",
@@ -33,12 +33,12 @@ const isAgain = (/** @type {Cause} */ cause) => !FRESH.includes(cause.kind);
 const again = (/** @type {Request} */ { causes = [] }) => sum(causes.filter(isAgain).map((cause) => cause.n_tokens));
 const seconds = (/** @type {number | undefined} */ s) => `${(s ?? 0).toFixed(1)} s`;
 
-/** Text with what stands between backticks as code. @param {string} text */
+/** Text with the parts between backticks as code. @param {string} text */
 const told = (text) => visible(text).split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
 // --- which request belongs to which branch ---
 
-/** The branches without a parent, oldest first: one for each session, and for each chain of requests that have none. */
+/** The branches without a parent, oldest first: one for each session, and one for each chain of requests without a session. */
 function roots() {
   /** @type {Map<string, Branch>} */ const found = new Map();
   /** @type {Map<number | undefined, Branch>} */ const homes = new Map();
@@ -68,7 +68,7 @@ function roots() {
 
 // --- drawing ---
 
-/** The element of a key, drawn again if what it shows has changed.
+/** The element for a key, drawn again if its content has changed.
  * @param {number | string} key @param {string} kind @param {any} shows @param {(element: any) => void} draw */
 function element(key, kind, shows, draw) {
   const found = elements.get(key) ?? h("li", { class: kind });
@@ -79,7 +79,7 @@ function element(key, kind, shows, draw) {
   return found;
 }
 
-/** Give a list these children; those that are in their places stay there, with their focus. @param {Element} list @param {Element[]} children */
+/** Give a list these children; those already in place stay there and keep the focus. @param {Element} list @param {Element[]} children */
 function place(list, children) {
   children.forEach((child, i) => child !== list.children[i] && list.insertBefore(child, list.children[i] ?? null));
   while (list.children.length > children.length) list.lastChild?.remove();
@@ -124,9 +124,9 @@ function drawRequest(/** @type {Request} */ request) {
   });
 }
 
-const SAME = 12; // characters after which two texts go on alike
+const SAME = 12; // this many equal characters end a difference between two texts
 
-/** Two texts, parts of longer ones, with what differs between their beginnings and the next equal characters marked.
+/** Two excerpts of texts, with the part marked that differs: from the end of the common beginning to the next equal characters.
  * @param {string} before @param {string} after */
 function marked(before, after) {
   const [a, b] = [[...before], [...after]];
@@ -151,7 +151,7 @@ function marked(before, after) {
   });
 }
 
-/** All that is known about a request. @param {Request} request */
+/** Everything that is known about a request. @param {Request} request */
 function detail(request) {
   const { causes = [], dropped = [] } = request;
   const go = (/** @type {number | undefined} */ number) => number == null ? null : !requests.has(number) ? `request ${number}`
@@ -240,7 +240,7 @@ function enter(/** @type {string} */ state) {
   if ($("bar").textContent !== message) $("bar").textContent = message;
 }
 
-/** Keep what the server told; say what has ended, unless it is the first answer. @param {Request[]} listed */
+/** Keep what the server sent; announce ended requests, unless it is the first answer. @param {Request[]} listed */
 function keep(listed) {
   const isFirst = document.documentElement.dataset.state === "connecting", came = new Set(listed.map(({ number }) => number));
   const last = [...requests.keys()].at(-1), newest = elements.get(last ?? "")?.getBoundingClientRect();
@@ -254,7 +254,7 @@ function keep(listed) {
     }
   }
   for (const number of [...requests.keys()].slice(0, -MOST)) requests.delete(number);
-  return () => { // whoever looks at the newest request goes on to do so
+  return () => { // a reader who was looking at the newest request is shown the new one
     const now = [...requests.keys()].at(-1);
     const isSeen = newest && newest.top < innerHeight && newest.bottom > 0;
     if (now !== last && isSeen) elements.get(now ?? "")?.scrollIntoView({ block: "nearest" });
@@ -276,7 +276,7 @@ async function poll() {
   follow();
 }
 
-/** Begin a session: the numbers of another server's requests begin anew. */
+/** Begin a session. Another server numbers its requests from 0 again. */
 async function begin() {
   if (await openLink()) requests.clear(), elements.clear();
 }

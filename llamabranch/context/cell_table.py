@@ -155,7 +155,7 @@ class CellTable:
         return max((last.newest for last in others), default=-1)
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
-        """Return the first position in [start, end) that is not shared, and how many of them are not."""
+        """Return the first position in [start, end) that only this sequence has, and how many it has."""
         end = min(end, self.next_position(seq_id))
         if self.with_holes:
             others = self.write_indices(but=seq_id)

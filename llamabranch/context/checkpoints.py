@@ -41,9 +41,8 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of all sequences of a context, limited to ``max_bytes``.
 
-    At the limit, it drops the checkpoint whose gap to its neighbours is smallest compared to its
-    distance from the end of the text. So checkpoints are dense near the end of a text and sparse near
-    its beginning.
+    At the limit, it drops the checkpoint that leaves the smallest gap, compared to its distance from
+    the end of the text. So checkpoints are dense near the end of a text and sparse near its beginning.
 
     Attributes:
         max_bytes: the most host memory, in bytes; 0 = no checkpoints.

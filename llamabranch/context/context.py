@@ -174,7 +174,7 @@ class Context:
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt the decodes of the ``with`` block on this context after ``seconds``.
 
-        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. Its
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The error's
         ``results`` contain what ``complete`` and ``chat`` had generated so far. Decodes of other
         threads are not interrupted; an ``AsyncEngine`` and agents decode in threads of their own.
 

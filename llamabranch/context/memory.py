@@ -778,7 +778,7 @@ class States(Memory):
 
 
 class RollingBack(States):
-    """States of which llama.cpp keeps the last few, so the end of the last decode can be undone.
+    """Recurrent memory with the last few states kept, so the end of the last decode can be undone.
 
     When llama.cpp decodes a sequence, it keeps the state after each of the last few tokens. This has
     three consequences (llama-memory-recurrent.cpp, llama-batch.cpp):

@@ -64,7 +64,7 @@ class _About(msgspec.Struct):
 
     parent: str
     start: int
-    points: list[tuple[int, int]]  # of each checkpoint the position and the bytes
+    points: list[tuple[int, int]]  # each checkpoint's position and bytes
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ class PrefixStore:
         self._segments: dict[str, Segment] = {}
         self._seen: object = None  # the state of the folder when it was last listed
         self._clock = 0  # the latest time of use
-        self._speed = 0.0  # bytes a second
+        self._speed = 0.0  # bytes per second
         self._known_until = 0.0  # how long the speed stays valid
         self._is_on = True  # False: nothing more is written
         self._generation = generation()
@@ -426,7 +426,7 @@ class PrefixStore:
         """Return whether there is a writer thread, after trying to start one."""
         if self._thread is None:
             thread = threading.Thread(target=in_thread(self._work), daemon=True)
-            with suppress(RuntimeError):  # the program ends, or has too many threads
+            with suppress(RuntimeError):  # at exit, or with too many threads
                 thread.start()
                 self._thread = thread
         return self._thread is not None

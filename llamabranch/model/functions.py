@@ -99,7 +99,7 @@ def _by_pydantic(name: str, fields: Mapping[str, _Field]) -> _Schema | None:
     try:
         model = create_model(name, **cast(dict[str, "tuple[type, object]"], definitions))  # type: ignore[call-overload]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # of defaults without JSON
+            warnings.simplefilter("ignore", PydanticJsonSchemaWarning)  # defaults that JSON lacks
             schema = cast(_Schema, model.model_json_schema(schema_generator=type_schemas()))
     except Exception as error:  # pydantic's have no common class, and a type may raise anything
         raise ConfigError(f"{name}: no JSON schema: {told(error).splitlines()[0]}") from error

@@ -457,9 +457,8 @@ class Model:
     ) -> str:
         """Return the text of a conversation in the format of the model's template.
 
-        The template is run by Jinja in a sandbox, in a process of its own, with limits on time and
-        memory. If Jinja cannot run it, llama.cpp's built-in template of that model family is used, if
-        there is one.
+        Jinja runs the template in a sandbox, in a separate process, with limits on time and memory. If
+        it cannot, llama.cpp's built-in template for that model family is used, if there is one.
 
         If you use this text as a prompt, it becomes the tokens of ``chat_tokens``, unless a message
         contains the text of a control token. In a text, that looks like one of the template's own
@@ -531,7 +530,7 @@ class Model:
     def turn_format(self) -> TurnFormat:
         """How the model writes thoughts and calls in its turns, found by rendering its template.
 
-        Without a template, or with a built-in one of llama.cpp, calls are bare JSON.
+        Without a template, or with one of llama.cpp's built-in templates, calls are bare JSON.
         """
         source = self.chat_template
         if source is None or source in ModelHandle.chat_template_names():

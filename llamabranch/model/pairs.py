@@ -37,8 +37,8 @@ class _Model(Protocol):
 class VocabularyReport:
     """Whether two models have the same vocabulary.
 
-    ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that mean
-    different tokens, ``first_difference`` is the smallest such id.
+    ``n_vocab`` has the sizes (target, draft), ``n_different`` is the number of ids that mean different
+    tokens, and ``first_difference`` is the smallest such id.
     """
 
     compatible: bool

@@ -23,7 +23,7 @@ _Schema = Mapping[str, object]
 
 
 def asking(schema: object) -> str:
-    """Return the request for an answer that follows a JSON schema, in words."""
+    """Return the text that asks for an answer that follows a JSON schema."""
     return f"Give the answer as JSON of this form:\n{shape_of(schema)}"
 
 

@@ -74,7 +74,7 @@ def _to_json(
 ) -> str:
     # Jinja's own filter escapes < and > for HTML.
     return json.dumps(
-        list(value) if isinstance(value, Iterator) else value,  # such as that of the filter `map`
+        list(value) if isinstance(value, Iterator) else value,  # such as the filter `map` returns
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
@@ -134,8 +134,8 @@ def _variables(source: str) -> list[str]:
 def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
     """Limit the memory of this process; return a function that limits the processor time of a request.
 
-    Systems without such limits have none. The time limit matters only if the parent process has ended;
-    until then, the parent's own limit is stricter.
+    If the system has no such limits, nothing is limited. The time limit matters only if the parent
+    process has ended; until then, the parent's own limit is stricter.
     """
     try:
         import resource

@@ -46,7 +46,7 @@ class Tools:
         schemas: by name, the JSON schema of each function's arguments.
         strict: the functions with ``strict: true``, whose schemas must be supported.
         unchecked: by name of the function, why its arguments may be any JSON object.
-        forced: the functions of which one must be called; empty if no call is required.
+        forced: one of these functions must be called; empty if no call is required.
         is_named: whether the choice names one function.
         is_used: whether the model is told about them.
     """

@@ -82,12 +82,12 @@ class Header:
     is_mappable: bool = True
 
     def split(self, key: str) -> int:
-        """Return a number of a part of a split model: ``no`` (from 0) or ``count``; -1 if missing."""
+        """Return ``no`` (the part's number, from 0) or ``count`` of a split model; -1 if missing."""
         value = self.metadata.get(f"split.{key}")
         return value if isinstance(value, int) else -1
 
     def get(self, key: str) -> Value | None:
-        """Return the value of a key of the architecture; ``key`` lacks the architecture's name."""
+        """Return the value of an architecture's key; ``key`` comes without the architecture's name."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
@@ -97,11 +97,11 @@ class Header:
         return [item for item in items if isinstance(item, int)]
 
     def integer(self, key: str, default: int = 0) -> int:
-        """Return the value, or that of the first layer."""
+        """Return the value, or the first layer's value."""
         return next(iter(self.integers(key)), default)
 
     def kv_numbers(self) -> int:
-        """Return how many numbers of K/V a cell of a full cache has at least; 0 if that is not known."""
+        """Return the fewest K/V numbers that a cell of a full cache can have; 0 if that is not known."""
         if self.integer("attention.kv_lora_rank"):
             return 0  # MLA stores K/V in another form
         heads = self.integers("attention.head_count_kv") or self.integers("attention.head_count")
@@ -115,16 +115,16 @@ class Header:
             self.integer(f"attention.{kind}_length_swa", size)
             for kind, size in zip(("key", "value"), sizes, strict=True)
         )
-        # If there is one number for all layers, some layers of a hybrid model have no K/V; other models
-        # have it in all.
+        # With one number for all layers, some layers of a hybrid model have no K/V; in other models,
+        # all have.
         return sum(sorted(heads)[:n_layer] if len(heads) > 1 else heads * n_layer) * min(
             sum(sizes), sum(of_window)
         )
 
     def state_numbers(self) -> int:
-        """Return how many numbers the recurrent state of a sequence has; 0 if it is not known.
+        """Return how many numbers a sequence's recurrent state has; 0 if that is not known.
 
-        They are the last inputs of the convolutions, and the states of the scans.
+        They are the last inputs of the convolutions and the states of the scans.
         """
         carried = self.integer("ssm.state_size") * self.integer("ssm.inner_size")
         n = 0
@@ -207,8 +207,8 @@ class _Reader:
 def read_header(path: str | Path, *, tensors: bool = True) -> Header:
     """Return the header of a model; for a split model, with the tensors of all parts.
 
-    llama.cpp's gguf-split writes the metadata into the first part only, and finds the others by their
-    names: ``tale-00001-of-00003.gguf`` and so on. ``tensors=False`` skips the lists of tensors.
+    llama.cpp's gguf-split writes the metadata only into the first part. The other parts are found by
+    name: ``tale-00001-of-00003.gguf`` and so on. ``tensors=False`` skips the lists of tensors.
 
     Raises:
         ModelLoadError: a file cannot be read, is not a GGUF file, or is truncated; a part is missing or

@@ -8,7 +8,7 @@ would often be lost. In another thread, callbacks get no KeyboardInterrupt; the 
 it.
 
 Inside ``with HeldInterrupts():`` any SIGINT handler still runs at once, but its exception is raised at
-the end of the block. It stops a long decode in ``ContextHandle.decode`` at once.
+the end of the block. Ctrl-C stops a long decode in ``ContextHandle.decode`` at once.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class SamplingParams:
                     f"32-bit float), or -inf, not {value if isinstance(value, float) else 'more'}"
                 )
             if value < -_FLOAT_MAX:
-                bias[token] = -math.inf  # the lowest 32-bit float
+                bias[token] = -math.inf  # it is below all 32-bit floats
         object.__setattr__(self, "logit_bias", bias)
 
     def replace(self, **changes: Unpack[SamplingSettings]) -> SamplingParams:

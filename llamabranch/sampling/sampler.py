@@ -230,7 +230,8 @@ class Sampler:
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
         """Return the distribution of the next token for ``logits`` (V,); the state does not change.
 
-        ``position`` is the next token's. Only XTC uses it and ``seed``, to decide whether it applies.
+        ``position`` is the position of the next token. Only XTC uses it and ``seed``, to decide whether
+        it applies.
 
         Raises:
             GrammarError: the grammar is complete, or allows no token.

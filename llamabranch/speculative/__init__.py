@@ -1,10 +1,10 @@
 """Speculative decoding: draft cheaply, verify in one decode, accept what the target would have generated.
 
-speculator.py continues prompts and branches with a drafter: as a generation, or one token per call
+speculator.py   prompts and branches, continued with a drafter: a generation, or one token per call
 model.py        draft models, and code that heads use too: reading new text, drawing tokens
 head.py         EAGLE-3 heads and MTP layers, which read hidden states of the target
-copying.py the drafter that copies the tokens that followed the same tokens earlier combined.py drafters
-made of other drafters or of a function; the default drafter, "auto"
+copying.py      the drafter that copies the tokens that followed the same tokens earlier
+combined.py     drafters made of other drafters or of a function; the default drafter, "auto"
 
 The rules and the draft length are in :mod:`llamabranch.generation`, the loop in :mod:`llamabranch.run`.
 """

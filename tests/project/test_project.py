@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import subprocess
@@ -125,6 +126,13 @@ def test_documented_code_runs(
         code = code.replace('"smollm2-135m:Q8_0"', 'chat_template="chatml"')
     exec(compile(code, where, "exec"), {"__name__": "__main__"})
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_documented_lines_of_files_are_requests() -> None:
+    text = "".join(path.read_text("utf-8") for path in DOCUMENTS)
+    lines = "".join(re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
+    requests = [llamabranch.Request.from_json(json.loads(line), "") for line in lines]
+    assert [request.id for request in requests] == ["fox", "q1"]
 
 
 def test_the_page_of_the_command_line_is_what_its_generator_prints() -> None:

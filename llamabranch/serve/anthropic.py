@@ -114,7 +114,7 @@ class SentTool(Struct):
         """Return it as OpenAI describes a function.
 
         Raises:
-            ConfigError: it is one of Anthropic's own tools, which need no schema there.
+            ConfigError: it is one of Anthropic's own tools, which clients send without a schema.
         """
         if self.input_schema is None:
             raise ConfigError(
@@ -167,12 +167,12 @@ class MessagesFields(HttpFields, kw_only=True):
     mcp_servers: list[object] | None = None
 
     def chat(self) -> ChatFields:
-        """Return the request as a request of the chat endpoint.
+        """Convert the request into one of the chat endpoint.
 
         Raises:
             HttpError, ConfigError: a field, a block or a tool is not supported; the message names it.
         """
-        if self.thread:  # the client then sends the whole conversation, if it gets these details
+        if self.thread:  # with these details the client sends the whole conversation again
             message = "thread is not supported: send the whole conversation"
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise HttpError(400, message, param="thread", details=details)

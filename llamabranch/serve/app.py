@@ -77,7 +77,7 @@ def application(
         service = service_of()
         if service is None:
             raise HttpError(503, "the model is being loaded")
-        await request.body()  # the next message says that the client has gone
+        await request.body()  # the next message says that the client is gone
         answer = asyncio.ensure_future(handler(request, service))
         gone = asyncio.ensure_future(request.receive())
         try:

@@ -51,7 +51,7 @@ class CompletionFields(HttpFields, kw_only=True):
 
 
 async def completions(call: HttpRequest, service: Service) -> Response:
-    """Answer a request of OpenAI's."""
+    """Answer a request for completions."""
     fields = await json_of(call, CompletionFields)
     if fields.best_of not in (None, fields.n or 1):
         raise HttpError(400, "best_of is not supported, only n", param="best_of")

@@ -23,7 +23,7 @@ _Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Limits:
-    """Middleware: refuses requests, and ends those whose client has gone or does not read.
+    """Middleware: refuses requests, and ends those whose client is gone or stops reading.
 
     An error becomes the answer, unless the answer has begun.
 

@@ -79,7 +79,7 @@ class Agent(Settings, Generic[T]):
             tokens of a thought; None = the default of its template.
         forks: offer the model a function ``fork(tasks)``: copies of the agent continue from everything
             that it has read and do one task each, and it gets their answers.
-        tell: exceptions, besides ToolError, whose text the model reads. Any other exception of a
+        tell: exceptions whose text the model reads, as it does for ToolError. Any other exception of a
             function ends the agent.
         repeats: how often the same call may be repeated.
         sampling: settings. Without a seed each run has a random one.

@@ -452,12 +452,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text without the stop string. If nobody iterates, reading it generates all of it."""
+        """The text without the stop string. If you have not iterated, this generates all of it."""
         return self._read().answer
 
     @property
     def thought(self) -> str:
-        """The thought before the answer. If nobody iterates, reading it generates all of it."""
+        """The thought before the answer. If you have not iterated, this generates all of it."""
         return self._read().thought
 
     def _read(self) -> Exchange:

@@ -311,7 +311,7 @@ class AsyncEngine:
 
     @staticmethod
     def _serve(ref: weakref.ref[AsyncEngine], wake: threading.Condition) -> None:
-        """Run steps until the engine is closed, or nobody refers to it any more."""
+        """Run steps until the engine is closed, or no longer referenced."""
         try:
             while True:
                 engine = ref()

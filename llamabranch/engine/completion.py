@@ -159,7 +159,7 @@ class Call:
                 raise text.error
 
     def results(self) -> list[Result]:
-        """Return the first results of the prompts, as far as there are any."""
+        """Return the first results of the prompts that have any."""
         return [self.found[number] for number in sorted(self.found)]
 
     def answer(self) -> Result | list[Result]:

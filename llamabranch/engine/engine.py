@@ -258,7 +258,7 @@ class Engine:
         If its prompt is being read, the running decode is stopped.
 
         This applies to an added request, and also to every open ``stream`` that has an unfinished
-        request with this id, or a list with such a request that is not read yet. Ids are unique
+        request with this id, or a list with such a request that was not read yet. Ids are unique
         only within one stream. An unknown id is ignored.
         """
         self.client.abort(instance("request_id", request_id, str))

@@ -27,7 +27,7 @@ _SIDECAR = re.compile(r"(?i:mmproj|imatrix)|(?:^|[-._])(?:mtp|eagle3|dflash|dspa
 
 @dataclass(frozen=True)
 class HubSpec:
-    """A model of a repository on the Hugging Face hub.
+    """A model in a repository on the Hugging Face hub.
 
     Attributes:
         repository: ``user/repo``.

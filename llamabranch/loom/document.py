@@ -405,7 +405,7 @@ class Document:
     def node_fields(self, node: Node) -> dict[str, object]:
         """Return everything about a node except its tokens.
 
-        ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` the means of its own tokens.
+        ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` are the means over its own tokens.
         """
         record, ended = node.made, node.ended
         lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))

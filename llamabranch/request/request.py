@@ -32,7 +32,7 @@ from .fields import DEFAULT_TTL_S, line_of
 
 T = TypeVar("T", default=object)  # the type of parsed values
 
-_MOST_TEXTS = 100_000  # of one request; each text takes a few kilobytes as soon as it is queued
+_MOST_TEXTS = 100_000  # texts of one request; each takes a few kilobytes as soon as it is queued
 _LONGEST_NAME = 200  # characters of a session's name
 _GRAMMARS = ("grammar", "json_schema", "regex", "choices")  # a text follows at most one of them
 _COUNTS = {  # and whether they may be None
@@ -84,8 +84,8 @@ class Plan(NamedTuple):
 
     Attributes:
         tokens: the token ids of its prompt.
-        thinking: how its texts begin with a thought; None = they do not.
-        grammar: what its texts follow: the request's grammar, or one that also allows calls.
+        thinking: how its texts think before they answer; None = they do not.
+        grammar: the grammar of its texts: the request's, or one that also allows calls.
         tools: for messages: the functions that the texts may call.
     """
 
@@ -159,8 +159,8 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         chat_template_kwargs: for messages: other variables of the template.
         show_schema: for messages: whether the prompt describes the JSON schema of the answer, at the end
             of the user's last message.
-        continue_final_message: for messages: whether a last message of the assistant is the beginning of
-            the answer; None = yes, if an answer begins (for ``chat``).
+        continue_final_message: for messages: whether the answer continues a last message of the
+            assistant; None = yes, if an answer begins (for ``chat``).
         add_generation_prompt: for messages: whether an answer begins after them; None = yes.
         session_id: the session that the request belongs to, such as one conversation of an agent. The
             K/V of the longest text of a session is kept longer than that of other texts.

@@ -160,7 +160,7 @@ class Client(Caller):
         """Yield the events of all steps, until all requests have ended. Then all sequences are free.
 
         Args:
-            read_next: asks for the next request; returns False if there is none. It is called while
+            read_next: queues the next request; returns False if there is none. It is called while
                 fewer requests wait than can run.
 
         Raises:

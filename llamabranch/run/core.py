@@ -311,7 +311,7 @@ class Core:
         finally:
             with self._stopping:
                 self._reading = ()
-                # The decode may have ended before, or something else has stopped it.
+                # The decode may have ended already, or something else may have stopped it.
                 if self.ctx.decoder.stops.withdraw(self):
                     self._has_stopped = False
 

@@ -114,10 +114,10 @@ class Job:
         choices: the choices that have no result yet, by the numbers of their texts.
         taken: the numbers of the texts whose result its caller has taken.
         tools: for messages: the functions that its texts may call.
-        grammar: what its texts follow; it also allows calls.
+        grammar: the grammar of its texts, which also allows calls.
         is_aborted: whether its texts must end at the next step.
         is_paused: whether its texts are parked.
-        thinking: how its texts begin with a thought; None = they do not.
+        thinking: how its texts think before they answer; None = they do not.
         sampling: the settings of its texts; each choice sets its own seed.
         max_tokens: the most tokens of a text, including its thought; None = no limit.
         seed: the seed of its first text.

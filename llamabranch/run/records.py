@@ -29,7 +29,7 @@ _MOST = 500  # records that are kept
 _LEAST_AGAIN = 32  # tokens; shorter runs that two prompts share mean nothing
 _OFTEN = 3  # misses with the same cause before a hint is given
 _STEP = 4096  # tokens; suggested context sizes are multiples of it
-_WORDS = re.compile(r"\D*(?:(?<!\w)(?=.)|(?=\W))", re.DOTALL)  # not up to the last character
+_WORDS = re.compile(r"\D*(?:(?<!\w)(?=.)|(?=\W))", re.DOTALL)  # never includes the last character
 
 
 @dataclass(eq=False)
@@ -261,7 +261,7 @@ class Records:
             causes.append(Cause("first" if is_first else "new", n_new, told, start))
 
     def _lost(self, choice: Choice, entry: Entry, n_cached: int, n_known: int) -> Cause:
-        """Return why tokens from ``n_cached`` to ``n_known`` are not in the cache any more."""
+        """Return why tokens from ``n_cached`` to ``n_known`` are no longer in the cache."""
         n, memory = n_known - n_cached, self._ctx.kv_cache
         number = None if entry.record is None else entry.record.number
         if choice.wants_rows:
@@ -363,7 +363,8 @@ class Records:
         records = [record for record in self.all() if record.session == session]
         before = [other for record in records for other in record.causes]
         n = 1 + sum(other.place == cause.place and other.is_again for other in before)
-        # Whole words without digits: the next request may have others, also where two are equal.
+        # Take whole words without digits, because the next request may have other digits, even
+        # where these two agree.
         whole = _WORDS.match(f"{place.line[:40]}{rest[:1]}")
         beginning = whole[0].rstrip() if whole else ""
         if n < _OFTEN or len(beginning) < 4:

@@ -378,7 +378,7 @@ class Scheduler:
 
 
 def _unscored(choice: Choice) -> list[int]:
-    """Return the first tokens of a choice, as far as they may come from the prefix cache."""
+    """Return the first tokens of a choice that may come from the prefix cache."""
     tokens = choice.to_cache[:-1]
     if choice.wants_rows:  # the token before the first scored one has to be decoded
         tokens = tokens[: max(0, min(choice.request.logprobs_from, len(choice.prompt)) - 1)]

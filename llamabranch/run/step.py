@@ -1,7 +1,7 @@
 """One step of any number of texts: draft, decode once for all of them, verify, take tokens.
 
 A generation runs one text (`run_round`); the core of a context runs the texts of all its callers
-(`Step`). A step can also read prompts, as far as its decode has room. The caller decides which
+(`Step`). A step can also read prompts if its decode has room. The caller decides which
 text gets a sequence and which one must wait. If the cache has no room for a step, nothing changes,
 and the result says so.
 
@@ -86,7 +86,7 @@ class Step:
     Args:
         ctx: the context that generates.
         running: the texts; the cache lacks the last token of each.
-        readers: read tokens into other texts, in the same decode, as far as it has room.
+        readers: read tokens into other texts in the same decode, if it has room.
         around: returns a context manager for a decode with readers; no other decode runs inside it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Step:
         verify_s: seconds of the decode.
         no_room: the error if the cache has no room for the step, else None. Nothing has changed
             then, and the caller must free cells.
-        at: whose functions the step may call now; None = nobody's, or those of several.
+        at: the one whose functions the step may call now; None = no functions, or those of several.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Update:
         text: the new text.
         tokens: the new tokens, without one that ends the text.
         thought, thoughts: text and tokens of the thought before the answer.
-        turn: what is new in the turn of an answer.
+        turn: the new parts of an answer's turn.
         ended: the event that ended the text, if it has ended.
         ended_thought: if the thought has just ended, all its tokens as the result will have them.
         progress: how much of the prompt is read, if the request asked for it and it has changed.

@@ -78,7 +78,7 @@ async def event_stream(frames: AsyncGenerator[Iterable[object], None], door: str
     It ends with an error, or, as OpenAI's streams do, with ``[DONE]``.
 
     Raises:
-        Exception: ``frames`` raised it before its first events; it gets a status of its own.
+        Exception: ``frames`` raised it before its first event, so the answer gets a status of its own.
     """
     try:
         first = await anext(frames)

@@ -105,7 +105,7 @@ export function openBar(mode, proceed) {
     h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
     h("label", {}, h("span", {}, "preset"), presets),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
-    input("max_tokens", isTalk ? "tokens at most" : "tokens", FIRST[mode].max_tokens),
+    input("max_tokens", isTalk ? "max tokens" : "tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),
     input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
     h("div", { class: "foot" }, wrong, h("p", { class: "row" },

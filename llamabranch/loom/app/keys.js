@@ -6,8 +6,8 @@ import { $, h } from "./dom.js";
 export const ACTIONS = [
   ["up", "tree", "the branch above", ["ArrowUp", "k"]],
   ["down", "tree", "the branch below", ["ArrowDown", "j"]],
-  ["left", "tree", "close, or to the parent", ["ArrowLeft", "h"]],
-  ["right", "tree", "open, or to the first child", ["ArrowRight", "l"]],
+  ["left", "tree", "close, or go to the parent", ["ArrowLeft", "h"]],
+  ["right", "tree", "open, or go to the first child", ["ArrowRight", "l"]],
   ["first", "tree", "the first branch", ["Home"]],
   ["last", "tree", "the last branch", ["End"]],
   ["toggle", "tree", "open or close", ["Space"]],

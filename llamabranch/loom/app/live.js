@@ -32,7 +32,7 @@ function drawJob({ id, op, message, nodes }) {
   const written = nodes.reduce((/** @type {number} */ n, /** @type {string} */ name) => n + (store.nodes.get(name)?.tokens.n ?? 0), 0);
   return h("p", { class: "row job" },
     h("span", {}, message ?? `${/** @type {any} */ (DOES)[op] ?? op}${written ? `: ${plural(written, "token")}` : ""}`),
-    total > 0 && h("progress", { max: total, value: read, "aria-label": "How much is read" }),
+    total > 0 && h("progress", { max: total, value: read, "aria-label": "Reading progress" }),
     h("button", { type: "button", onclick: () => act("stop", { job: id }) }, "Stop"));
 }
 

@@ -122,7 +122,7 @@ function openBox({ at, label: title, value = "", edit = false, roles = [], keep:
   if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
   showPane("text");
   const box = h("textarea", { rows: 3, spellcheck: false, value, "aria-label": title });
-  const role = h("select", { "aria-label": "Who says it" }, roles.map((each) => h("option", { value: each }, each)));
+  const role = h("select", { "aria-label": "Role" }, roles.map((each) => h("option", { value: each }, each)));
   const close = () => {
     look({ typingAt: -1 });
     form.remove();
@@ -377,7 +377,7 @@ const run = {
   export: () => (keepPlace(), ask("Export and import", [], "", () => {}, [
     h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
       h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
-    h("label", {}, h("span", {}, "import a file: one of these, or mikupad’s"),
+    h("label", {}, h("span", {}, "import a file in one of these formats, or mikupad’s"),
       h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))])),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus."), keyTable()]),

@@ -14,7 +14,7 @@ import { $, attribute, busy, fill, h, openLink, plural, set, tell, visible } fro
 const MOST = 500, WAIT_MS = 1000;
 const FRESH = ["first", "new"]; // all other causes are for tokens that had been read before
 const STATES = {
-  "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link; without a terminal, add #KEY to the address, an API key of the server.",
+  "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link; without a terminal, add #KEY to the address, where KEY is an API key of the server.",
   "model-loading": "The model is being loaded.",
   "connection-lost": "The server does not answer. The page tries again.",
 };
@@ -159,7 +159,7 @@ function detail(request) {
   const facts = {
     request: `${request.number}, ${request.door}, ${request.id}`, session: request.session, parent: request.parent,
     follows: go(request.follows), waited: (request.queued_s ?? 0) >= 0.05 && seconds(request.queued_s),
-    generated: plural(request.generated ?? 0, "token"), ended: request.finish_reason || "it runs",
+    generated: plural(request.generated ?? 0, "token"), ended: request.finish_reason || "still running",
     "left out": dropped.length ? dropped.map((line) => h("code", {}, visible(line))) : null,
     hint: request.hint && told(request.hint),
   };

@@ -1,4 +1,4 @@
-"""The arithmetic of speculation: an example's function beside enumeration, and the page's figures."""
+"""The arithmetic of speculation: an example's function beside enumeration, and the tables of the page."""
 
 from __future__ import annotations
 
@@ -46,8 +46,15 @@ def amdahl(a: float, gamma: int) -> float:
     return 1.0 / (1.0 - a + a / gamma)
 
 
-def test_page_has_the_figures_of_the_formulas() -> None:
-    best = []
+def test_page_has_the_tables_of_the_formulas() -> None:
+    table, best = [], []
+    for gamma in (4, 8):
+        for a in (0.7, 0.8):
+            figures = [amdahl(a, gamma), expected_tokens(a, gamma)]
+            figures += [speedup(a, gamma, c) for c in (0.05, 0.10, 0.20)]
+            figures.append(accepted_share(a, gamma))
+            table.append([f"{a:.2f}", str(gamma), *(f"{figure:.2f}" for figure in figures)])
+    assert rows("| a | γ | Amdahl") == table
     for a in (0.5, 0.6, 0.7, 0.8, 0.9):
         cells = []
         for c in (0.05, 0.10, 0.20):
@@ -60,3 +67,4 @@ def test_page_has_the_figures_of_the_formulas() -> None:
     low, high = speedup(0.7, 8, 0.2), speedup(0.7, 4, 0.2)
     assert f"lowers the speedup from {high:.2f} to {low:.2f}" in prose
     assert f"rises from {amdahl(0.7, 4):.2f} to {amdahl(0.7, 8):.2f}" in prose
+    assert f"gives {amdahl(0.7, 1):.2f} for every `a`" in prose

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ..model import Model, TokenIds, token_list
 from ..native.context import release_threads
+from ..native.handle import forkable_lock
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base, number_array
 from ..sampling.params import settings_of
@@ -94,6 +95,9 @@ class Context:
         self.sequences = SequenceIds(self.kv_cache, self._check_raw)
         # Returns the core that runs the texts of all callers, or None.
         self.core: Callable[[], object] | None = None
+        # Held during a step of any core. With only a lock for each core, two threads whose functions use
+        # each other's core would wait for each other.
+        self.stepping = forkable_lock()
         self.records: object = None
         self._head: Context | None = None
         self.prefix_cache = None

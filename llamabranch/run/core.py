@@ -70,7 +70,7 @@ class Core:
         self.ctx = ctx
         self.scheduler = Scheduler(ctx)
         self._inner: weakref.ref[Core] | None = None
-        self._lock = forkable_lock()  # held during a step
+        self._lock = forkable_lock()  # held while its texts change
         self._mail: deque[tuple[str, Job]] = deque()  # what callers asked of the next step
         self._events: deque[Told] = deque()  # of this step
         self._step: Step | None = None
@@ -158,7 +158,8 @@ class Core:
             BaseException: a function of ``caller`` raised it, or a signal handler. No text is lost.
         """
         self.check_free()
-        with held_before(self._lock, self.ctx.lock):
+        ctx = self.ctx
+        with held_before(ctx.stepping, ctx.lock), held_before(self._lock, ctx.lock):
             if caller.events or caller.failure is not None:
                 return
             start = perf_counter()

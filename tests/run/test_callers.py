@@ -209,6 +209,44 @@ def test_what_a_function_asks_for_runs_in_the_middle_of_the_step(ctx: Context) -
     assert ctx.n_seq_free == ctx.n_seq_max
 
 
+def test_functions_of_two_threads_may_use_the_core_that_runs_the_other_one(ctx: Context) -> None:
+    """A stream that began inside a step is continued by another thread while that step's core runs."""
+    expected = alone(ctx, *map(request, PROMPTS))
+    inside = {"stream": threading.Event(), "engine": threading.Event()}
+    left = list[str]()
+    texts: list[list[int]] = []
+
+    def meets(name: str, other: str) -> Callable[[str], bool]:
+        """Return a constraint that once uses the context, while the other one does so if it can."""
+
+        def allows(text: str) -> bool:
+            if name in left:
+                left.remove(name)
+                inside[name].set()
+                inside[other].wait(0.5)
+                texts.append(Engine(ctx, None).generate([request(PROMPTS[3])])[0].tokens)
+            return True
+
+        return allows
+
+    first = request(PROMPTS[0], constraint=meets("stream", "engine"))
+    other = Engine(ctx, None).stream([request(PROMPTS[3])])  # the core stays while it has a caller
+    next(other)
+    stream = Engine(ctx, None).stream([first])
+    begun = request(PROMPTS[1], constraint=once(lambda: next(stream)))
+    assert Engine(ctx, None).generate([begun])[0].tokens == expected[1]
+    second = request(PROMPTS[2], constraint=meets("engine", "stream"))
+    left += inside
+    with ThreadPoolExecutor(2) as pool:
+        rest = pool.submit(list, stream)
+        result = pool.submit(Engine(ctx, None).generate, [second]).result(60)[0]
+        last = rest.result(60)[-1].result
+    assert last is not None
+    assert [last.tokens, result.tokens] == [expected[0], expected[2]]
+    assert texts == [expected[3]] * 2
+    other.close()
+
+
 def test_a_stream_that_is_closed_or_forgotten_frees_its_sequences(ctx: Context) -> None:
     """By a function in the middle of a step too, and while another thread runs a step."""
     streams = [Engine(ctx, None).stream([request(prompt, 100)]) for prompt in PROMPTS[:3]]

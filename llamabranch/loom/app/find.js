@@ -1,0 +1,43 @@
+// @ts-check
+// Finding text in all branches.
+import { $, attribute, later, plural, visible } from "./dom.js";
+import { get } from "./net.js";
+import { store } from "./store.js";
+import { goTo, segmentOf } from "./tree.js";
+import { moveTo } from "./text.js";
+
+/** @type {any[]} */ let hits = [], hit = -1;
+let sought = "", soughtIn = -1; // the text that was searched for, and the revision of the tree
+
+/** Find text in all branches that are shown, and count them. The next hit is the one after the hit that was shown. */
+async function find() {
+  const q = $("find").value;
+  const { found: all, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
+  const found = all.filter((/** @type {any} */ each) => segmentOf(each.node));
+  if (q !== $("find").value) return;
+  const { node, at } = hits[hit] ?? {};
+  hit = q === sought ? found.findIndex((/** @type {any} */ each) => each.node === node && each.at === at) : -1;
+  [hits, sought, soughtIn] = [found, q, store.revision];
+  $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
+  attribute($("found"), "aria-label", plural(found.length, "place"));
+}
+
+async function nextHit(/** @type {number} */ by) {
+  if ($("find").value !== sought || soughtIn !== store.revision) await find(); // the input or the branches changed
+  if (!hits.length) return;
+  hit = (hit + by + hits.length) % hits.length;
+  const { node, at, last = at, text } = hits[hit];
+  goTo(/** @type {import("./tree.js").Segment} */ (segmentOf(node, last + 1)));
+  moveTo(last); // the next action acts after the match
+  $("found").textContent = `${hit + 1} / ${hits.length}`;
+  attribute($("found"), "title", visible(text));
+}
+/** Let the box find while one types, and go to the next match at Enter. */
+export function startFind() {
+  const typing = later(60);
+  $("find").oninput = () => typing(() => $("find").value !== sought && find());
+  $("find").onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Enter") void nextHit(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") $("tree").focus();
+  };
+}

@@ -14,7 +14,7 @@ import llamabranch as lb
 from llamabranch.agents import Report, Step
 
 from . import options as opt
-from .console import Console, shortened
+from .console import Console, plural, shortened
 from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
 from .options import Given, option, with_options
@@ -22,28 +22,39 @@ from .options import Given, option, with_options
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
 _ENDS = {
-    "length": "the answer has reached the limit of tokens",
+    "length": "the answer has reached the limit of tokens: -n",
     "capacity": "the context is full: -c sets a larger one",
-    "turns": "the limit of turns is reached",
+    "turns": "the limit of turns is reached: --max-turns",
+    "time": "the limit of seconds is reached: -S max_seconds=S",
 }
 
 
 @with_options(
-    "system", *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.FOLDER_OPTIONS, *opt.OUTPUT_OPTIONS
-)
+    *("system", "max_tokens", "schema"),
+    *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.FOLDER_OPTIONS, *opt.OUTPUT_OPTIONS,
+    max_tokens=2048,
+)  # fmt: skip
 def agent(
     given: Given,
     console: Console,
-    words: Annotated[list[str] | None, typer.Argument(metavar="TASK")] = None,
+    words: Annotated[
+        list[str] | None, opt.argument("TASK", "What to do; - is standard input.")
+    ] = None,
     tools: Annotated[
         list[Path] | None,
         option("--tools", "Functions that may be called; it is run.", opt.TEXT, metavar="FILE.py"),
     ] = None,
+    max_turns: Annotated[
+        int, option("--max-turns", "The last turn has no calls.", opt.TEXT, metavar="N", min=1)
+    ] = 8,
 ) -> None:
-    """Do a task with a model that may call the functions of a Python file.
+    """Do a task with a model that calls your Python functions.
 
     llamabranch agent -m qwen.gguf --tools tools.py "Do I need a coat in Oslo?"
-    cat task.txt | llamabranch agent --tools a.py --tools b.py -s 1
+    cat task.txt | llamabranch agent --tools tools.py -n 500 --max-turns 4
+
+    -n counts the tokens of all turns. -S also sets tool_choice, thinking,
+    parallel_tool_calls, max_seconds, tool_seconds, result_tokens, repeats, forks.
     """
     text = " ".join(piped_or_read(words or []))
     if not text.strip():
@@ -51,8 +62,11 @@ def agent(
         raise lb.ConfigError("no task was given", hint=hint)
     functions = [f for path in tools or () for f in load_functions(path)]
     context = given.open(given.announce(console), console)
-    sampling = given.params(given.seed)
-    run = lb.Agent(context, given.system or (), functions, sampling=sampling)
+    run = lb.Agent(
+        context, given.system or (), functions, given.schema_text,
+        max_turns=max_turns, max_tokens=given.max_tokens or context.n_ctx,
+        sampling=given.params(given.seed), **given.set("agent"),
+    )  # fmt: skip
     console.out.file = sys.stdout
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
@@ -61,6 +75,10 @@ def agent(
     calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
     answer = {name: getattr(report, name) for name in names}
     console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
+    if not console.silent:
+        cost, calls = report.stats, plural(len(report.calls), "call")
+        read = f"{plural(cost.evaluated, 'token')} read, {cost.cached:,} reused"
+        console.note(f"{calls}, {read}, {cost.generated:,} generated in {cost.seconds:.1f} s")
     if report.finish_reason in _ENDS:
         console.note(_ENDS[report.finish_reason])
         raise typer.Exit(EXIT_FAILURE)

@@ -38,10 +38,10 @@ def bench(
         str, option("--lengths", "Tokens of a prompt.", opt.TEXT, metavar="N,N")
     ] = "64,2000,6000",
     runs: Annotated[
-        int, option("-r --runs", "How often everything is measured.", opt.TEXT, metavar="N", min=1)
+        int, option("-r --runs", "How often each setting is measured.", opt.TEXT, metavar="N", min=1)
     ] = 2,
 ) -> None:
-    """Measure reading and generating with the settings that exist here.
+    """Measure which settings are fastest on this machine.
 
     llamabranch bench -m qwen3-4b -md qwen3-0.6b
     llamabranch bench -m tale-target --lengths 64,500 -n 16 -r 1 -fa 1
@@ -57,10 +57,6 @@ def bench(
     speeds: dict[str, Speeds] = {}
     complete = _measure_all(given, console, names, fitting, runs, speeds)
     console.progress("")
-    for line in machine.describe():
-        console.line(line)
-    if complaint := machine.complaint(given.threads or machine.cores):
-        console.line(f"the timings are noisy: {complaint}")
     console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
     best = fastest(speeds)
     flags = best and _flags(best, speeds[best], names[1])

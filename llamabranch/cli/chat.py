@@ -232,7 +232,7 @@ def chat(
     given: Given,
     console: Console,
     prompt: Annotated[
-        str | None, option("-p --prompt", "The first message.", opt.TEXT, metavar="TEXT")
+        str | None, option("-p --prompt", "The first message; more are typed.", opt.TEXT, metavar="TEXT")
     ] = None,
     load: Annotated[
         Path | None, option("--load", "Continue a chat that /save wrote.", opt.TEXT, metavar="FILE")
@@ -257,6 +257,7 @@ def chat(
     else:
         talk = Chat.load(context, load, drafter, config)
         talk.system = given.system or talk.system
+    talk.set(**given.set("chat"))
     session = ChatSession(talk, console)
     if load is not None:
         session.show_last()

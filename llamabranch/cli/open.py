@@ -12,28 +12,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
 from .console import Console
 from .drafters import open_pair, resolve
-from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
+from .options import (
+    DRAFT_OPTIONS,
+    MODEL,
+    OUTPUT_OPTIONS,
+    PAGE,
+    Given,
+    argument,
+    option,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from llamabranch.serve.page import Page
 
 _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
-PAGE = "Page"
 
 
 @with_options("settings", *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
 def open(
     given: Given,
     console: Console,
-    named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
+    named: Annotated[str | None, argument("MODEL", "The same as -m.", MODEL)] = None,
     file: Annotated[
         Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
     ] = None,

@@ -26,12 +26,18 @@ from .console import Console
 from .files import read_text
 from .interrupts import reporting_errors
 
-# The headings of --help.
-TEXT, SAMPLING, MODEL, OUTPUT = "Text", "Sampling", "Model", "Output"
+# The headings of --help, in the order of use.
+PANELS = ("Model", "Text", "Server", "Page", "Sampling", "Memory and speed", "Output")
+MODEL, TEXT, SERVER, PAGE, SAMPLING, MEMORY, OUTPUT = PANELS
 DEFAULTS = SamplingParams()
 MOST_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
-_REQUEST = {"n", "top_logprobs", "min_tokens", "stop"}  # fields of `Request` that -S sets
+# What -S sets of a `Request`, and of an `Agent`.
+_REQUEST = {"n", "top_logprobs", "min_tokens", "stop", "thinking"}
+_AGENT = {
+    *("tool_choice", "parallel_tool_calls", "thinking", "max_seconds", "tool_seconds"),
+    *("result_tokens", "repeats", "forks"),
+}
 
 
 def option(names: str, text: str, panel: str, **more: Any) -> Any:
@@ -44,13 +50,15 @@ def unless_minus_one(value: int | None) -> int | None:
     return None if value == -1 else value
 
 
-Prompts = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="PROMPT", help="What to continue; - reads standard input."),
-]
+def argument(metavar: str, text: str, panel: str = TEXT) -> Any:
+    """Return a `typer.Argument`."""
+    return typer.Argument(metavar=metavar, help=text, rich_help_panel=panel)
+
+
+Prompts = Annotated[list[str] | None, argument("PROMPT", "The same as -p; - is standard input.")]
 MorePrompts = Annotated[
     list[str] | None,
-    option("-p --prompt --prompts", "What to continue, too.", TEXT, metavar="TEXT"),
+    option("-p --prompt --prompts", "A text to continue; several are allowed.", TEXT, metavar="TEXT"),
 ]
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
 MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
@@ -68,33 +76,34 @@ def shared(default: object, names: str, text: str, panel: str, **more: Any) -> A
 class Given:
     """The values of the shared options."""
 
-    max_tokens: int | None = shared(
-        None, "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT,
-        metavar="N", callback=unless_minus_one,
-    )  # fmt: skip
-    grammar: str | None = shared(
-        None, "--grammar --grammar-file", "A grammar, or its file.", TEXT,
-        metavar="GBNF|FILE|/REGEX/",
-    )  # fmt: skip
-    schema: str | None = shared(
-        None, "-j --json-schema --json-schema-file -jf", "A JSON schema.", TEXT, metavar="JSON|FILE"
-    )
-    chat: bool = shared(False, "--chat", "The prompt is a message, to answer.", TEXT)
+    chat: bool = shared(False, "--chat", "The prompt is a message, to be answered.", TEXT)
     system: str | None = shared(
         None, "-sys --system-prompt", "The system message.", TEXT, metavar="TEXT"
     )
+    max_tokens: int | None = shared(
+        None, "-n --n-predict --predict --max-tokens", "Stop after N tokens; -1: no limit.", TEXT,
+        metavar="N", callback=unless_minus_one,
+    )  # fmt: skip
+    schema: str | None = shared(
+        None, "-j --json-schema --json-schema-file -jf", "The text is JSON of this schema.", TEXT,
+        metavar="JSON|FILE",
+    )  # fmt: skip
+    grammar: str | None = shared(
+        None, "--grammar --grammar-file", "The text follows this grammar.", TEXT,
+        metavar="GBNF|FILE|/REGEX/",
+    )  # fmt: skip
     temperature: float = shared(
         DEFAULTS.temperature, "--temp --temperature", "0: the most probable token.", SAMPLING,
         metavar="T", callback=lambda value: max(value, 0.0),
     )  # fmt: skip
     top_k: int = shared(
-        DEFAULTS.top_k, "--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K"
+        DEFAULTS.top_k, "--top-k", "Draw among the best K; 0: all.", SAMPLING, metavar="K"
     )
     top_p: float = shared(
         DEFAULTS.top_p, "--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P"
     )
     min_p: float = shared(
-        DEFAULTS.min_p, "--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P"
+        DEFAULTS.min_p, "--min-p", "Least share of the best; 0: off.", SAMPLING, metavar="P"
     )
     seed: int | None = shared(
         None, "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
@@ -112,37 +121,39 @@ class Given:
         "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
     )  # fmt: skip
     draft_max: str = shared(
-        "auto", "-k --draft-max --draft-length --gamma", "Tokens a draft, or auto.", MODEL,
+        "auto", "-k --draft-max --draft-length --gamma", "Tokens per draft, or auto.", MODEL,
         metavar="N",
     )  # fmt: skip
     n_ctx: int | None = shared(
-        None, "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MODEL, metavar="N", min=0
+        None, "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MEMORY, metavar="N", min=0
     )  # fmt: skip
-    threads: int | None = shared(None, "-t --threads", "CPU threads.", MODEL, metavar="N", min=1)
+    threads: int | None = shared(
+        None, "-t --threads", "CPU threads. [default: one a core]", MEMORY, metavar="N", min=1
+    )
     gpu_layers: int | None = shared(
-        None, "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; all by default.", MODEL,
+        None, "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU. [default: all]", MEMORY,
         metavar="N|all", parser=lambda value: -1 if value in ("auto", "all") else int(value),
     )  # fmt: skip
     kv_type: str | None = shared(
-        None, "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MODEL, metavar="TYPE"
+        None, "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MEMORY, metavar="TYPE"
     )
     flash_attn: str = shared(
-        "auto", "-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"
+        "auto", "-fa --flash-attn", "Flash attention.", MEMORY, metavar="on|off|auto"
     )
     cache_dir: str | None = shared(
-        None, "--cache-dir", "What was read is kept here.", MODEL, metavar="DIR"
+        None, "--cache-dir", "Keeps what was read, also for later.", MEMORY, metavar="DIR"
     )
     cache_size: str | None = shared(
-        None, "--cache-size", "Its most bytes; 8GiB by default.", MODEL, metavar="SIZE"
+        None, "--cache-size", "Its most bytes. [default: 8GiB]", MEMORY, metavar="SIZE"
     )
     as_json: bool = shared(False, "--json", "Print one JSON object and nothing else.", OUTPUT)
     verbose: bool = shared(
-        False, "-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT
+        False, "-v --debug --verbose", "llama.cpp's log, the build, tracebacks.", OUTPUT
     )
 
     # -- settings by name --------------------------------------------------------------------------
 
-    def set(self, kind: Literal["sampling", "drafting", "load", "request"]) -> dict[str, Any]:
+    def set(self, kind: Literal["sampling", "drafting", "load", "request", "agent", "chat"]) -> dict[str, Any]:
         """Return the settings of ``-S`` of one kind, by name; ConfigError for an unknown name."""
         kinds, values = _setting_names(), dict[str, Any]()
         for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
@@ -168,14 +179,20 @@ class Given:
         options = {"draft_k": setting_value(self.draft_max), **self.set("drafting")}
         return lb.SpeculativeConfig(**options)
 
+    @property
+    def schema_text(self) -> Any:
+        """The text of the JSON schema, if any."""
+        schema = self.schema
+        is_file = schema is not None and not schema.lstrip().startswith("{")
+        return read_text(Path(schema)) if is_file else schema
+
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar or the schema, if any; GrammarError if it is invalid."""
         grammar = self.grammar
         if grammar is not None and self.schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
-        if (schema := self.schema) is not None:
-            is_text = schema.lstrip().startswith("{")
-            return lb.Grammar.from_json_schema(schema if is_text else read_text(Path(schema)))
+        if (schema := self.schema_text) is not None:
+            return lb.Grammar.from_json_schema(schema)
         if grammar is None:
             return None
         if len(grammar) > 1 and grammar.startswith("/") and grammar.endswith("/"):
@@ -225,6 +242,10 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
+        if console.verbose:
+            from ..bench.machine import Machine
+
+            console.note("\n".join(Machine.now().describe()))
         options = self.load_options() | more | self.set("load")
         if not options.get("n_ctx"):
             trained = trained_length(name) or MOST_CELLS
@@ -285,6 +306,8 @@ def _setting_names() -> dict[str, set[str]]:
         "drafting": {f.name for f in fields(lb.SpeculativeConfig)},
         "load": {*LoadOptions.__annotations__},
         "request": _REQUEST,
+        "agent": _AGENT,
+        "chat": {"thinking"},
     }
 
 

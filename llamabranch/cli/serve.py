@@ -15,15 +15,13 @@ from .drafters import open_pair, resolve
 from .open import show_link
 from .options import Given, option, with_options
 
-SERVER = "Server"
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
 @with_options(
     "max_tokens",
     *opt.SAMPLING_OPTIONS,
-    "draft",
-    *opt.MODEL_OPTIONS,
+    *("model", "draft", *opt.MODEL_OPTIONS[1:]),
     *opt.FOLDER_OPTIONS,
     *opt.OUTPUT_OPTIONS,
 )
@@ -31,28 +29,28 @@ def serve(
     given: Given,
     console: Console,
     host: Annotated[
-        str, option("--host", "The address to listen on.", SERVER, metavar="HOST")
+        str, option("--host", "The address to listen on.", opt.SERVER, metavar="HOST")
     ] = "127.0.0.1",
-    port: Annotated[int, option("--port", "0: any free one.", SERVER, metavar="N")] = 8080,
+    port: Annotated[int, option("--port", "Its port; 0: any free one.", opt.SERVER, metavar="N")] = 8080,
     api_key: Annotated[
         list[str] | None,
-        option("--api-key", f"A key of clients, also {_KEY_VARIABLE}.", SERVER, metavar="KEY"),
+        option("--api-key", f"A key of clients; also in {_KEY_VARIABLE}.", opt.SERVER, metavar="KEY"),
     ] = None,
     limits: Annotated[
         list[str] | None,
-        option("--limit", "A field of ServeSettings.", SERVER, metavar="NAME=VALUE"),
+        option("--limit", "Another limit, such as max_queue=4.", opt.SERVER, metavar="NAME=VALUE"),
     ] = None,
     parallel: Annotated[
-        int, option("-np --parallel", "Texts at a time.", SERVER, metavar="N", min=1, max=255)
+        int, option("-np --parallel", "Texts at a time; they share -c.", opt.SERVER, metavar="N", min=1, max=255)
     ] = 8,
     drop_line: Annotated[
         list[str] | None,
-        option("--drop-line", "Lines to leave out of system prompts.", SERVER, metavar="REGEX"),
+        option("--drop-line", "Leave out such system prompt lines.", opt.SERVER, metavar="REGEX"),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's and Anthropic's API, and scores of texts.
+    """Serve a model over HTTP, with OpenAI's and Anthropic's API.
 
-    llamabranch serve -m a.gguf -np 8
+    llamabranch serve -m model.gguf -c 32768
     llamabranch serve -hf Qwen/Qwen3-4B-GGUF --port 9000 --limit alias=qwen
 
     Sampling options are the defaults of requests. After the first Ctrl-C running
@@ -90,7 +88,14 @@ def serve(
         )  # fmt: skip
 
     def ready(url: str, name: str) -> None:
-        console.line(f"serving {name} on {url}")
+        n_ctx = server.service.n_ctx if server.service is not None else 0
+        texts = f"{parallel} texts of {n_ctx // parallel:,} tokens, or 1 of {n_ctx:,}"
+        key = "KEY" if serving.api_keys else "none"
+        console.write(
+            f"{name} on {url}: {texts}\n"
+            f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}\n"
+            f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key}\n"
+        )
         show_link(server.page, server.page_url, console, url=url, model=name)
 
     server = Server(open_engine, serving, ready, console.note)

@@ -42,10 +42,10 @@ def agent(
     ] = None,
     tools: Annotated[
         list[Path] | None,
-        option("--tools", "Functions that may be called; it is run.", opt.TEXT, metavar="FILE.py"),
+        option(opt.TEXT, "--tools FILE.py", "Functions that may be called; it is run."),
     ] = None,
     max_turns: Annotated[
-        int, option("--max-turns", "The last turn has no calls.", opt.TEXT, metavar="N", min=1)
+        int, option(opt.TEXT, "--max-turns N", "The last turn has no calls.", min=1)
     ] = 8,
 ) -> None:
     """Do a task with a model that calls your Python functions.
@@ -76,9 +76,9 @@ def agent(
     answer = {name: getattr(report, name) for name in names}
     console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
     if not console.silent:
-        cost, calls = report.stats, plural(len(report.calls), "call")
-        read = f"{plural(cost.evaluated, 'token')} read, {cost.cached:,} reused"
-        console.note(f"{calls}, {read}, {cost.generated:,} generated in {cost.seconds:.1f} s")
+        cost, made = report.stats, plural(len(calls), "call")
+        read = f"{plural(cost.evaluated, 'token')} read, {cost.cached:,} cached"
+        console.note(f"{made}; {read}, {cost.generated:,} generated in {cost.seconds:.1f} s")
     if report.finish_reason in _ENDS:
         console.note(_ENDS[report.finish_reason])
         raise typer.Exit(EXIT_FAILURE)

@@ -48,7 +48,7 @@ _SHORT = {
 }
 
 
-def _write_help(self: Any, _ctx: Any, formatter: Any) -> None:
+def _write_help(self: Any, ctx: Any, formatter: Any) -> None:
     """Write a help of one screen: a sentence, two examples, the options, and what else matters."""
     sentence, examples, *more = cleandoc(self.help).split("\n\n")
     lines = [sentence, "", *(f"  {line}" for line in examples.split("\n")), ""]

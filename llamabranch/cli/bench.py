@@ -35,10 +35,10 @@ def bench(
     given: Given,
     console: Console,
     lengths: Annotated[
-        str, option("--lengths", "Tokens of a prompt.", opt.TEXT, metavar="N,N")
+        str, option(opt.TEXT, "--lengths N,N", "Tokens of a prompt.")
     ] = "64,2000,6000",
     runs: Annotated[
-        int, option("-r --runs", "How often each setting is measured.", opt.TEXT, metavar="N", min=1)
+        int, option(opt.TEXT, "-r --runs N", "Runs of each setting.", min=1)
     ] = 2,
 ) -> None:
     """Measure which settings are fastest on this machine.

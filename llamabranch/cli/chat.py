@@ -232,13 +232,13 @@ def chat(
     given: Given,
     console: Console,
     prompt: Annotated[
-        str | None, option("-p --prompt", "The first message; more are typed.", opt.TEXT, metavar="TEXT")
+        str | None, option(opt.TEXT, "-p --prompt TEXT", "The first message; more are typed.")
     ] = None,
     load: Annotated[
-        Path | None, option("--load", "Continue a chat that /save wrote.", opt.TEXT, metavar="FILE")
+        Path | None, option(opt.TEXT, "--load FILE", "Continue a chat that /save wrote.")
     ] = None,
 ) -> None:
-    """Talk with a model in the terminal; retry, edit, fork and save turns.
+    """Talk with a model; retry, edit, fork and save turns.
 
     llamabranch chat -m smollm2-135m:Q8_0
     cat turns.txt | llamabranch chat -sys "Answer in one word."

@@ -87,7 +87,9 @@ def report(
     rows = {
         "accept rate": percent(accepted, drafted) if drafted else "nothing was drafted",
         "tokens a pass": f"{number(figures['tokens_a_pass'], 2)} ({accepted + n} in {n})",
-        "decodes": f"{stats.target_forward_passes} of the target, {stats.draft_forward_passes} of the draft",
+        "decodes": "{decodes_of_target} of the target, {decodes_of_draft} of the draft".format(
+            **figures
+        ),
         "tokens/s": number(stats.tokens_per_second, 1),
     }
     if compared:
@@ -99,7 +101,9 @@ def report(
             "speed_up_range": ends,
             "texts_equal": all(pair.is_equal for pair in compared),
         }
-        rates = (number(figures[name], 1) for name in ("tokens_per_second", "plain_tokens_per_second"))
+        rates = (
+            number(figures[name], 1) for name in ("tokens_per_second", "plain_tokens_per_second")
+        )
         rows |= {
             "tokens/s": "{}, {} without drafts".format(*rates),
             "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(ratio, *ends),

@@ -54,7 +54,15 @@ def doctor(given: Given, console: Console) -> None:
     """
     faults, advice, facts = list[str](), list[str](), _versions()
     # A build for another processor can end the process, so another process loads it first.
-    command = [sys.executable, "-m", "llamabranch.cli", "score", "-m", hub.BUNDLED_TARGET, "Once upon"]
+    command = [
+        sys.executable,
+        "-m",
+        "llamabranch.cli",
+        "score",
+        "-m",
+        hub.BUNDLED_TARGET,
+        "Once upon",
+    ]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
     if tried.returncode:
         why = tried.stderr.strip() or f"it ended the process (code {tried.returncode})"
@@ -150,7 +158,9 @@ def advise(machine: Machine, flags: frozenset[str], n_threads: int, *, on_gpu: b
     tools = [] if on_gpu else list(filter(shutil.which, GPUS))
     advice = list[str]()
     if n_threads > machine.cores:
-        advice.append(f"{n_threads} threads share {machine.cores} cores: -t {machine.cores} is faster")
+        advice.append(
+            f"{n_threads} threads share {machine.cores} cores: -t {machine.cores} is faster"
+        )
     elif (machine.load or 0) + n_threads > machine.cores + 0.5:
         advice.append(f"other programs use the cores too (load {machine.load:.2f})")
     if unused:

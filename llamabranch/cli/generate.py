@@ -36,7 +36,7 @@ def generate(
     texts: opt.Prompts = None,
     prompts: opt.MorePrompts = None,
     input_file: Annotated[
-        Path | None, option("-i --input", "A file with a request per line.", opt.TEXT, metavar="FILE.jsonl")
+        Path | None, option(opt.TEXT, "-i --input FILE.jsonl", "A file with a request per line.")
     ] = None,
 ) -> None:
     """Generate text from one prompt or many.
@@ -60,7 +60,7 @@ def speculate(
     texts: opt.Prompts = None,
     prompts: opt.MorePrompts = None,
     compares: Annotated[
-        bool, option("--compare", "Also measure without drafts.", opt.OUTPUT)
+        bool, option(opt.OUTPUT, "--compare", "Also measure without drafts.")
     ] = False,
 ) -> None:
     """Generate text with drafts, and say how well they worked.

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
-
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .console import Console, base_name
-from .options import OUTPUT_OPTIONS, Given, with_options
+from .options import MODEL, OUTPUT_OPTIONS, Given, argument, with_options
 
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
@@ -28,10 +26,11 @@ def models(
     given: Given,
     console: Console,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[list | pull MODEL | show MODEL [DRAFT]]")
+        list[str] | None,
+        argument("list | pull MODEL | show MODEL", "What to do. [default: list]", MODEL),
     ] = None,
 ) -> None:
-    """List the known models, download one, or show what a file is.
+    """List known models, download one, or show what a file is.
 
     llamabranch models pull user/repo:Q8_0
     llamabranch models show a.gguf draft.gguf

@@ -41,13 +41,11 @@ def open(
     console: Console,
     named: Annotated[str | None, argument("MODEL", "The same as -m.", MODEL)] = None,
     file: Annotated[
-        Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
+        Path | None, option(PAGE, "--file FILE", f"NAME{_SUFFIX}; one per model.")
     ] = None,
-    port: Annotated[
-        int, option("--port", "Or any free one.", PAGE, metavar="N", max=65_535)
-    ] = 8137,
-    browser: Annotated[bool, option("--browser/--no-browser", "Open a browser.", PAGE)] = True,
-    read_only: Annotated[bool, option("--read-only", "Write nothing.", PAGE)] = False,
+    port: Annotated[int, option(PAGE, "--port N", "Or any free one.", max=65_535)] = 8137,
+    browser: Annotated[bool, option(PAGE, "--browser/--no-browser", "Open a browser.")] = True,
+    read_only: Annotated[bool, option(PAGE, "--read-only", "Write nothing.")] = False,
 ) -> None:
     """Branch and see texts in the browser.
 
@@ -73,7 +71,7 @@ def open(
         loom.ready()
         console.note(f"{name} is loaded")
 
-    settings = ServeSettings(port=port, shutdown_timeout_s=0.0)
+    settings = ServeSettings(port=port, shutdown_timeout_s=0.0, log_requests=False)
     try:
         server = Server(open_engine, settings, ready, console.note)
     except ConfigError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -40,9 +40,11 @@ _AGENT = {
 }
 
 
-def option(names: str, text: str, panel: str, **more: Any) -> Any:
-    """Return a `typer.Option` with these names, separated by spaces."""
-    return typer.Option(*names.split(), help=text, rich_help_panel=panel, **more)
+def option(panel: str, names: str, text: str, **more: Any) -> Any:
+    """Return a `typer.Option`. Its names are separated by spaces; what it takes may come last."""
+    words = names.split()
+    taken = None if words[-1].startswith("-") else words.pop()
+    return typer.Option(*words, help=text, rich_help_panel=panel, metavar=taken, **more)
 
 
 def unless_minus_one(value: int | None) -> int | None:
@@ -58,7 +60,7 @@ def argument(metavar: str, text: str, panel: str = TEXT) -> Any:
 Prompts = Annotated[list[str] | None, argument("PROMPT", "The same as -p; - is standard input.")]
 MorePrompts = Annotated[
     list[str] | None,
-    option("-p --prompt --prompts", "A text to continue; several are allowed.", TEXT, metavar="TEXT"),
+    option(TEXT, "-p --prompt --prompts TEXT", "A text to continue; several are allowed."),
 ]
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
 MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
@@ -67,93 +69,77 @@ FOLDER_OPTIONS = ("cache_dir", "cache_size")
 OUTPUT_OPTIONS = ("as_json", "verbose")
 
 
-def shared(default: object, names: str, text: str, panel: str, **more: Any) -> Any:
-    """Return a field of `Given`: its value in commands that lack the option, and the option."""
-    return field(default=default, metadata={"option": option(names, text, panel, **more)})
+# The shared options by their fields in `Given`: panel, names and value, help.
+_SHARED = {
+    "model": (MODEL, "-m --model --target --target-model -hf -hfr --hf-repo MODEL",
+              "A file, a name, user/repo[:tag]."),
+    "draft": (MODEL, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft MODEL",
+              "Its drafter; suffix, mtp, none, auto."),
+    "draft_max": (MODEL, "-k --draft-max --draft-length --gamma N", "Tokens per draft, or auto."),
+    "chat": (TEXT, "--chat", "The prompt is a message, to be answered."),
+    "system": (TEXT, "-sys --system-prompt TEXT", "The system message."),
+    "max_tokens": (TEXT, "-n --n-predict --predict --max-tokens N", "Tokens at most; -1: no limit."),
+    "schema": (TEXT, "-j --json-schema --json-schema-file -jf JSON|FILE", "Write JSON of this schema."),
+    "grammar": (TEXT, "--grammar --grammar-file GBNF|FILE|/REGEX/", "Write what this grammar allows."),
+    "temperature": (SAMPLING, "--temp --temperature T", "0: the most probable token."),
+    "top_k": (SAMPLING, "--top-k K", "Draw among the best K; 0: all."),
+    "top_p": (SAMPLING, "--top-p P", "Nucleus sampling; 1: off."),
+    "min_p": (SAMPLING, "--min-p P", "Share of the best; 0: off."),
+    "seed": (SAMPLING, "-s --seed N", "With --exact: same seed, same text."),
+    "settings": (SAMPLING, "-S --set NAME=VALUE", "Any other setting, by its Python name."),
+    "n_ctx": (MEMORY, "-c --ctx-size --n-ctx N", "Context; 0: what it was trained for."),
+    "threads": (MEMORY, "-t --threads N", "CPU threads. [default: one a core]"),
+    "gpu_layers": (MEMORY, "-ngl --gpu-layers --n-gpu-layers N|all", "Layers on the GPU. [default: all]"),
+    "kv_type": (MEMORY, "-ctk --kv-type --cache-type-k TYPE", "K/V: f16, bf16, q8_0, ..."),
+    "flash_attn": (MEMORY, "-fa --flash-attn on|off|auto", "Flash attention."),
+    "cache_dir": (MEMORY, "--cache-dir DIR", "Keeps what was read, also for later."),
+    "cache_size": (MEMORY, "--cache-size SIZE", "Its most bytes. [default: 8GiB]"),
+    "as_json": (OUTPUT, "--json", "Print one JSON object and nothing else."),
+    "verbose": (OUTPUT, "-v --debug --verbose", "llama.cpp's log, the build, tracebacks."),
+}  # fmt: skip
+_CHECKS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"callback": unless_minus_one},
+    "seed": {"callback": unless_minus_one},
+    "temperature": {"callback": lambda value: max(value, 0.0)},
+    "n_ctx": {"min": 0},
+    "threads": {"min": 1},
+    "gpu_layers": {"parser": lambda value: -1 if value in ("auto", "all") else int(value)},
+}
 
 
 @dataclass(frozen=True)
 class Given:
-    """The values of the shared options."""
+    """The values of the shared options; a command that lacks one has its default."""
 
-    chat: bool = shared(False, "--chat", "The prompt is a message, to be answered.", TEXT)
-    system: str | None = shared(
-        None, "-sys --system-prompt", "The system message.", TEXT, metavar="TEXT"
-    )
-    max_tokens: int | None = shared(
-        None, "-n --n-predict --predict --max-tokens", "Stop after N tokens; -1: no limit.", TEXT,
-        metavar="N", callback=unless_minus_one,
-    )  # fmt: skip
-    schema: str | None = shared(
-        None, "-j --json-schema --json-schema-file -jf", "The text is JSON of this schema.", TEXT,
-        metavar="JSON|FILE",
-    )  # fmt: skip
-    grammar: str | None = shared(
-        None, "--grammar --grammar-file", "The text follows this grammar.", TEXT,
-        metavar="GBNF|FILE|/REGEX/",
-    )  # fmt: skip
-    temperature: float = shared(
-        DEFAULTS.temperature, "--temp --temperature", "0: the most probable token.", SAMPLING,
-        metavar="T", callback=lambda value: max(value, 0.0),
-    )  # fmt: skip
-    top_k: int = shared(
-        DEFAULTS.top_k, "--top-k", "Draw among the best K; 0: all.", SAMPLING, metavar="K"
-    )
-    top_p: float = shared(
-        DEFAULTS.top_p, "--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P"
-    )
-    min_p: float = shared(
-        DEFAULTS.min_p, "--min-p", "Least share of the best; 0: off.", SAMPLING, metavar="P"
-    )
-    seed: int | None = shared(
-        None, "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
-        callback=unless_minus_one,
-    )  # fmt: skip
-    settings: list[str] | None = shared(
-        None, "-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"
-    )
-    model: str | None = shared(
-        None, "-m --model --target --target-model -hf -hfr --hf-repo",
-        "A file, a name, user/repo[:tag].", MODEL, metavar="MODEL",
-    )  # fmt: skip
-    draft: str | None = shared(
-        None, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft",
-        "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
-    )  # fmt: skip
-    draft_max: str = shared(
-        "auto", "-k --draft-max --draft-length --gamma", "Tokens per draft, or auto.", MODEL,
-        metavar="N",
-    )  # fmt: skip
-    n_ctx: int | None = shared(
-        None, "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MEMORY, metavar="N", min=0
-    )  # fmt: skip
-    threads: int | None = shared(
-        None, "-t --threads", "CPU threads. [default: one a core]", MEMORY, metavar="N", min=1
-    )
-    gpu_layers: int | None = shared(
-        None, "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU. [default: all]", MEMORY,
-        metavar="N|all", parser=lambda value: -1 if value in ("auto", "all") else int(value),
-    )  # fmt: skip
-    kv_type: str | None = shared(
-        None, "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MEMORY, metavar="TYPE"
-    )
-    flash_attn: str = shared(
-        "auto", "-fa --flash-attn", "Flash attention.", MEMORY, metavar="on|off|auto"
-    )
-    cache_dir: str | None = shared(
-        None, "--cache-dir", "Keeps what was read, also for later.", MEMORY, metavar="DIR"
-    )
-    cache_size: str | None = shared(
-        None, "--cache-size", "Its most bytes. [default: 8GiB]", MEMORY, metavar="SIZE"
-    )
-    as_json: bool = shared(False, "--json", "Print one JSON object and nothing else.", OUTPUT)
-    verbose: bool = shared(
-        False, "-v --debug --verbose", "llama.cpp's log, the build, tracebacks.", OUTPUT
-    )
+    model: str | None = None
+    draft: str | None = None
+    draft_max: str = "auto"
+    chat: bool = False
+    system: str | None = None
+    max_tokens: int | None = None
+    schema: str | None = None
+    grammar: str | None = None
+    temperature: float = DEFAULTS.temperature
+    top_k: int = DEFAULTS.top_k
+    top_p: float = DEFAULTS.top_p
+    min_p: float = DEFAULTS.min_p
+    seed: int | None = None
+    settings: list[str] | None = None
+    n_ctx: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    kv_type: str | None = None
+    flash_attn: str = "auto"
+    cache_dir: str | None = None
+    cache_size: str | None = None
+    as_json: bool = False
+    verbose: bool = False
 
     # -- settings by name --------------------------------------------------------------------------
 
-    def set(self, kind: Literal["sampling", "drafting", "load", "request", "agent", "chat"]) -> dict[str, Any]:
+    def set(
+        self, kind: Literal["sampling", "drafting", "load", "request", "agent", "chat"]
+    ) -> dict[str, Any]:
         """Return the settings of ``-S`` of one kind, by name; ConfigError for an unknown name."""
         kinds, values = _setting_names(), dict[str, Any]()
         for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
@@ -182,9 +168,9 @@ class Given:
     @property
     def schema_text(self) -> Any:
         """The text of the JSON schema, if any."""
-        schema = self.schema
-        is_file = schema is not None and not schema.lstrip().startswith("{")
-        return read_text(Path(schema)) if is_file else schema
+        if self.schema is None or self.schema.lstrip().startswith("{"):
+            return self.schema
+        return read_text(Path(self.schema))
 
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar or the schema, if any; GrammarError if it is invalid."""
@@ -261,8 +247,8 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
     The function is called with the `Given`, a console, and the values of its own options. Errors end
     the command with one line and an exit code.
     """
-    types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
-    names = names or tuple(name for name in known if name not in FOLDER_OPTIONS)
+    types, known = get_type_hints(Given), vars(Given)
+    names = names or tuple(name for name in _SHARED if name not in FOLDER_OPTIONS)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -275,8 +261,10 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
         own = [*signature(function, eval_str=True).parameters.values()][2:]
         shared = [
             Parameter(
-                name, Parameter.KEYWORD_ONLY, default=defaults.get(name, known[name].default),
-                annotation=Annotated[types[name], known[name].metadata["option"]],
+                name, Parameter.KEYWORD_ONLY, default=defaults.get(name, known[name]),
+                annotation=Annotated[
+                    types[name], option(*_SHARED[name], **_CHECKS.get(name, {}))
+                ],
             )
             for name in names
         ]  # fmt: skip

@@ -28,12 +28,10 @@ def score(
         list[str] | None, argument("TEXT|FILE", "A text, or a file that exists, as with -f.")
     ] = None,
     file: Annotated[
-        Path | None,
-        option("-f --file", "Its perplexity, in chunks of -c tokens.", TEXT, metavar="FILE"),
+        Path | None, option(TEXT, "-f --file FILE", "Its perplexity, in chunks of -c tokens.")
     ] = None,
     against: Annotated[
-        str | None,
-        option("--against", "KL divergence of -m from this model.", TEXT, metavar="MODEL"),
+        str | None, option(TEXT, "--against MODEL", "KL divergence of -m from this model.")
     ] = None,
 ) -> None:
     """Score a text: log-probabilities, perplexity, KL divergence.

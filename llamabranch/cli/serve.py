@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from llamabranch import AsyncEngine
 from llamabranch.serve import ServeSettings, require_server
@@ -14,6 +14,9 @@ from .console import Console
 from .drafters import open_pair, resolve
 from .open import show_link
 from .options import Given, option, with_options
+
+if TYPE_CHECKING:
+    from llamabranch.serve.service import Service
 
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
@@ -29,23 +32,24 @@ def serve(
     given: Given,
     console: Console,
     host: Annotated[
-        str, option("--host", "The address to listen on.", opt.SERVER, metavar="HOST")
+        str, option(opt.SERVER, "--host HOST", "The address to listen on.")
     ] = "127.0.0.1",
-    port: Annotated[int, option("--port", "Its port; 0: any free one.", opt.SERVER, metavar="N")] = 8080,
+    port: Annotated[int, option(opt.SERVER, "--port N", "Its port; 0: any free one.")] = 8080,
     api_key: Annotated[
         list[str] | None,
-        option("--api-key", f"A key of clients; also in {_KEY_VARIABLE}.", opt.SERVER, metavar="KEY"),
+        option(opt.SERVER, "--api-key KEY", f"A key of clients; also in {_KEY_VARIABLE}."),
     ] = None,
     limits: Annotated[
         list[str] | None,
-        option("--limit", "Another limit, such as max_queue=4.", opt.SERVER, metavar="NAME=VALUE"),
+        option(opt.SERVER, "--limit NAME=VALUE", "Another limit, such as max_queue=4."),
     ] = None,
     parallel: Annotated[
-        int, option("-np --parallel", "Texts at a time; they share -c.", opt.SERVER, metavar="N", min=1, max=255)
+        int,
+        option(opt.SERVER, "-np --parallel N", "Texts at a time; they share -c.", min=1, max=255),
     ] = 8,
     drop_line: Annotated[
         list[str] | None,
-        option("--drop-line", "Leave out such system prompt lines.", opt.SERVER, metavar="REGEX"),
+        option(opt.SERVER, "--drop-line REGEX", "Leave out such system prompt lines."),
     ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's and Anthropic's API.
@@ -88,8 +92,9 @@ def serve(
         )  # fmt: skip
 
     def ready(url: str, name: str) -> None:
-        n_ctx = server.service.n_ctx if server.service is not None else 0
-        texts = f"{parallel} texts of {n_ctx // parallel:,} tokens, or 1 of {n_ctx:,}"
+        service = cast("Service", server.service)
+        many, one = service.ctx.n_ctx // parallel, service.n_ctx
+        texts = f"{parallel} texts of {many:,} tokens, or 1 of {one:,}"
         key = "KEY" if serving.api_keys else "none"
         console.write(
             f"{name} on {url}: {texts}\n"

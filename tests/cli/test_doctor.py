@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -28,17 +29,23 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    labels = "llamabranch system variables processor threads advice"
-    assert all(f"{label}: " in result.stdout for label in labels.split())
-    assert len(result.stdout.splitlines()) <= 40  # on one screen
-    assert result.stdout.count("\nok  ") == 3
-    for line in (f"llamabranch: {lb.__version__} (", "runs on: the CPU\n", "threads: 1 "):
-        assert line in result.stdout
-    assert "HF_TOKEN" in result.stdout
+    found, facts = result.stdout.split(f"llamabranch {lb.__version__}, Python ")
+    assert found.splitlines()[-1].startswith(f"ok: {', '.join(doctor.TESTS)}")
+    assert all(line.startswith(("slow: ", "ok: ")) for line in found.splitlines())
+    for line in (
+        "\nllama-cpp-python ",
+        "\nsystem: ",
+        "\nprocessor: ",
+        "runs on: the CPU; threads: 1 ",
+    ):
+        assert line in facts
+    assert "\nvariables: " in facts and "HF_TOKEN" in facts
+    wide = run("doctor", FORCE_COLOR="1", NO_COLOR="1", TERM="dumb", COLUMNS="80").stdout
+    assert len(wide.splitlines()) < 24  # one screen
     assert "hf_secret" not in result.output
 
 
-def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:
+def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_above_what_is_known() -> None:
     def without(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*COMMAND, *arguments], env={**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"},
@@ -47,12 +54,23 @@ def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known()
 
     done = without("doctor")
     assert done.returncode == 1
-    assert f"llamabranch: {lb.__version__} (" in done.stdout
-    assert "LLAMA_CPP_LIB_PATH" in done.stdout
-    assert "\nFAIL  loading llama.cpp and the bundled pair: FileNotFoundError" in done.stdout
+    fault, *facts, end = done.stdout.splitlines()
+    assert fault.startswith("FAIL: loading llama.cpp and the bundled model: error: score cannot be")
+    assert facts[0].startswith(f"llamabranch {lb.__version__}, ")
+    assert "LLAMA_CPP_LIB_PATH" in facts[-1] and end.startswith("please report this")
     done = without("generate", "--json", "-p", "x")
     assert done.returncode == 1
     assert done.stderr.startswith("error: generate cannot be loaded: ")
+
+
+def test_a_build_that_ends_the_process_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a build for another processor does, by SIGILL."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    result = run("doctor")
+    assert result.exit_code == 1
+    fault = "FAIL: loading llama.cpp and the bundled model: it ended the process (code 1)"
+    assert result.stdout.splitlines()[0] == fault
+    assert f"\nllamabranch {lb.__version__}, " in result.stdout
 
 
 @pytest.mark.parametrize("of_results", [True, False])
@@ -73,8 +91,8 @@ def test_a_check_that_raises_has_failed(of_results: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(lb.Context, "audit", refused)
     result = run("doctor")
     assert result.exit_code == 1
-    for name in ("four texts in one batch", "speculative decoding", "the cache's accounting"):
-        assert f"FAIL  {name}: DecodeError: no" in result.stdout
+    for name in doctor.TESTS:
+        assert f"FAIL: {name}: DecodeError: no\n" in result.stdout
 
 
 def advised(machine: Machine, n_threads: int = 4, flags: frozenset[str] = FLAGS) -> list[str]:
@@ -86,7 +104,7 @@ def test_what_could_be_better_is_advised(monkeypatch: pytest.MonkeyPatch) -> Non
     assert advised(replace(MACHINE, features=()), flags=frozenset()) == []  # unknown: no advice
     (line,) = advised(MACHINE, flags=FLAGS | {"avx512f"})
     assert "avx512f" in line and "-DGGML_NATIVE=on" in line
-    assert "busy (load 4.00" in advised(replace(MACHINE, load=4.0))[0]
+    assert advised(replace(MACHINE, load=4.0)) == ["other programs use the cores too (load 4.00)"]
     assert "8 threads share 4 cores" in advised(MACHINE, 8)[0]
     monkeypatch.setattr("shutil.which", lambda name: name == "nvidia-smi")
     assert "-DGGML_CUDA=on" in doctor.advise(MACHINE, FLAGS, 4, on_gpu=False)[0]

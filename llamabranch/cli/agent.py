@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -17,7 +16,7 @@ from . import options as opt
 from .console import Console, plural, shortened
 from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
-from .options import Given, option, with_options
+from .options import TEXT, Given, argument, option, with_options
 
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
@@ -32,21 +31,14 @@ _ENDS = {
 @with_options(
     *("system", "max_tokens", "schema"),
     *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.FOLDER_OPTIONS, *opt.OUTPUT_OPTIONS,
-    max_tokens=2048,
+    max_tokens=2048, kind="agent",
 )  # fmt: skip
 def agent(
     given: Given,
     console: Console,
-    words: Annotated[
-        list[str] | None, opt.argument("TASK", "What to do; - is standard input.")
-    ] = None,
-    tools: Annotated[
-        list[Path] | None,
-        option(opt.TEXT, "--tools FILE.py", "Functions that may be called; it is run."),
-    ] = None,
-    max_turns: Annotated[
-        int, option(opt.TEXT, "--max-turns N", "The last turn has no calls.", min=1)
-    ] = 8,
+    words: list[str] | None = argument("TASK", "What to do; - is standard input."),
+    tools: list[Path] | None = option(TEXT, "--tools FILE.py", "Functions to call; it is run."),
+    max_turns: int = option(TEXT, "--max-turns N", "The last turn has no calls.", 8, min=1),
 ) -> None:
     """Do a task with a model that calls your Python functions.
 

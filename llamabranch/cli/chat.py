@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -21,7 +20,7 @@ from . import options as opt
 from .console import Console, shortened
 from .drafters import open_pair, resolve
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import Given, option, with_options
+from .options import TEXT, Given, option, with_options
 
 _PROMPT = "> "
 _N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
@@ -227,16 +226,13 @@ class ChatSession:
     *opt.DRAFT_OPTIONS,
     *opt.FOLDER_OPTIONS,
     "verbose",
+    kind="chat",
 )
 def chat(
     given: Given,
     console: Console,
-    prompt: Annotated[
-        str | None, option(opt.TEXT, "-p --prompt TEXT", "The first message; more are typed.")
-    ] = None,
-    load: Annotated[
-        Path | None, option(opt.TEXT, "--load FILE", "Continue a chat that /save wrote.")
-    ] = None,
+    prompt: str | None = option(TEXT, "-p --prompt TEXT", "The first message; more are typed."),
+    load: Path | None = option(TEXT, "--load FILE", "Continue a chat that /save wrote."),
 ) -> None:
     """Talk with a model; retry, edit, fork and save turns.
 

@@ -20,16 +20,19 @@ import typer
 import llamabranch as lb
 from llamabranch import hub
 
-from .console import Console
+from .console import Console, plural
 from .interrupts import EXIT_FAILURE
 from .options import Given, with_options
 
 if TYPE_CHECKING:
     from llamabranch.bench.machine import Machine
 
-PROMPT = "Once upon a time there was a king"
-N_TOKENS = 32
-TESTS = "four texts in one batch", "speculative decoding", "the cache's accounting"
+# The self-test: commands, each in a process of its own, because a bad build can end the process.
+TESTS = {
+    "a score": "score Once",
+    "four texts in one batch": "generate Once -S n=4 -n 32",
+    "drafts": "speculate Once -n 32 -md tale-draft",
+}
 PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 # Flags of processors, each with the feature of a build that uses it.
 FEATURES = {
@@ -53,45 +56,28 @@ def doctor(given: Given, console: Console) -> None:
     It takes about ten seconds. A bug report needs this output.
     """
     faults, advice, facts = list[str](), list[str](), _versions()
-    # A build for another processor can end the process, so another process loads it first.
-    command = [
-        sys.executable,
-        "-m",
-        "llamabranch.cli",
-        "score",
-        "-m",
-        hub.BUNDLED_TARGET,
-        "Once upon",
-    ]
-    tried = subprocess.run(command, capture_output=True, text=True, check=False)
-    if tried.returncode:
-        why = tried.stderr.strip() or f"it ended the process (code {tried.returncode})"
-        faults.append(f"loading llama.cpp and the bundled model: {why.splitlines()[0]}")
-    else:
+    for name, command in TESTS.items():
+        words = [*command.split(), "-m", hub.BUNDLED_TARGET, "-t", str(given.threads or 1)]
+        program = [sys.executable, "-m", "llamabranch.cli", *words]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = done.stderr.strip() or f"the process ended with {done.returncode}"
+            faults.append(f"{name}: {why.splitlines()[0].removeprefix('error: ')}")
+    if not faults:
         from llamabranch.bench.machine import Machine, processor_flags
 
-        target, draft = (
-            given.open(name, console, n_ctx=1024)
-            for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
-        )
-        faults += _self_test(target, draft)
-        machine = Machine.now()
-        on_gpu = target.model.on_gpu
-        advice = advise(machine, processor_flags(), target.n_threads, on_gpu=on_gpu)
+        machine, context = Machine.now(), given.open(hub.BUNDLED_TARGET, console)
+        on_gpu, n_threads = context.model.on_gpu, context.n_threads
+        advice = advise(machine, processor_flags(), n_threads, on_gpu=on_gpu)
         core = lb.system_info().rpartition("llamabranch core:")[2].strip()
-        threads = f"{target.n_threads} for tokens, {target.n_threads_batch} for prompts"
-        facts += [
-            *machine.describe(),
-            f"runs on: {'a GPU' if on_gpu else 'the CPU'}; threads: {threads}; our core: {core}",
-        ]
+        where = f"runs on: {'a GPU' if on_gpu else 'the CPU'}, {plural(n_threads, 'thread')}"
+        facts += [*machine.describe(), f"{where}; core of llamabranch: {core}"]
+        facts.insert(0, f"ok: {', '.join(TESTS)}")
     for line in faults:
         console.line(f"FAIL: {line}", "bold red")
     for line in advice:
         console.line(f"slow: {line}", "yellow")
-    if not faults:
-        console.line(f"ok: {', '.join(TESTS)}{'' if advice else '; nothing to improve'}", "green")
-    for line in facts:
-        console.line(line)
+    console.line("\n".join(facts))
     if faults:
         console.line("please report this, with everything above")
         raise typer.Exit(EXIT_FAILURE)
@@ -116,32 +102,6 @@ def _versions() -> list[str]:
         f"system: {platform.platform()}",
         *[f"variables: {' '.join(own)}"] * bool(own),
     ]
-
-
-# -- the self-test --------------------------------------------------------------------------------------
-
-
-def _self_test(target: lb.Context, draft: lb.Context) -> list[str]:
-    """Run `TESTS`; return what has failed."""
-
-    def texts(drafter: lb.Drafter | None) -> None:
-        requests = [
-            lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=lb.SamplingParams(seed=seed))
-            for seed in range(4)
-        ]
-        config = lb.SpeculativeConfig(draft_k=4)
-        for result in lb.Engine(target, drafter, config).generate(requests):
-            if result.error is not None:
-                raise result.error
-
-    faults = list[str]()
-    tests = (lambda: texts(None)), (lambda: texts(lb.ModelDrafter(draft))), target.audit
-    for name, test in zip(TESTS, tests, strict=True):
-        try:
-            test()
-        except lb.LlamaBranchError as error:
-            faults.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
-    return faults
 
 
 # -- advice ----------------------------------------------------------------------------------------------

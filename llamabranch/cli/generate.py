@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -22,7 +22,7 @@ from .console import Console, base_name, number, plural, shortened
 from .drafters import open_pair, resolve
 from .files import piped_or_read, read_requests
 from .interrupts import EXIT_FAILURE, InterruptHandler
-from .options import Given, option, with_options
+from .options import TEXT, Given, argument, option, with_options
 
 # What ended a text, if its ``finish_reason`` does not say it.
 ENDS = {"length": "the limit -n", "capacity": "the full context (-c)", "cancelled": "Ctrl-C"}
@@ -33,11 +33,9 @@ N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
 def generate(
     given: Given,
     console: Console,
-    texts: opt.Prompts = None,
-    prompts: opt.MorePrompts = None,
-    input_file: Annotated[
-        Path | None, option(opt.TEXT, "-i --input FILE.jsonl", "A file with a request per line.")
-    ] = None,
+    texts: list[str] | None = argument("PROMPT", "The same as -p; - is standard input."),
+    prompts: list[str] | None = option(TEXT, *opt.PROMPT),
+    input_file: Path | None = option(TEXT, "-i --input FILE.jsonl", "A request per line."),
 ) -> None:
     """Generate text from one prompt or many.
 
@@ -57,11 +55,9 @@ def generate(
 def speculate(
     given: Given,
     console: Console,
-    texts: opt.Prompts = None,
-    prompts: opt.MorePrompts = None,
-    compares: Annotated[
-        bool, option(opt.OUTPUT, "--compare", "Also measure without drafts.")
-    ] = False,
+    texts: list[str] | None = argument("PROMPT", "The same as -p; - is standard input."),
+    prompts: list[str] | None = option(TEXT, *opt.PROMPT),
+    compares: bool = option(opt.OUTPUT, "--compare", "Also measure without drafts.", False),
 ) -> None:
     """Generate text with drafts, and say how well they worked.
 

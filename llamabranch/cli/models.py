@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
@@ -25,10 +25,9 @@ _FACTS = (
 def models(
     given: Given,
     console: Console,
-    words: Annotated[
-        list[str] | None,
-        argument("list | pull MODEL | show MODEL", "What to do. [default: list]", MODEL),
-    ] = None,
+    words: list[str] | None = argument(
+        "list | pull MODEL | show MODEL", "What to do. [default: list]", MODEL
+    ),
 ) -> None:
     """List known models, download one, or show what a file is.
 

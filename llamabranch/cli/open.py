@@ -10,7 +10,7 @@ import webbrowser
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
@@ -39,13 +39,11 @@ _SUFFIX = ".loom.jsonl"
 def open(
     given: Given,
     console: Console,
-    named: Annotated[str | None, argument("MODEL", "The same as -m.", MODEL)] = None,
-    file: Annotated[
-        Path | None, option(PAGE, "--file FILE", f"NAME{_SUFFIX}; one per model.")
-    ] = None,
-    port: Annotated[int, option(PAGE, "--port N", "Or any free one.", max=65_535)] = 8137,
-    browser: Annotated[bool, option(PAGE, "--browser/--no-browser", "Open a browser.")] = True,
-    read_only: Annotated[bool, option(PAGE, "--read-only", "Write nothing.")] = False,
+    named: str | None = argument("MODEL", "The same as -m.", MODEL),
+    file: Path | None = option(PAGE, "--file FILE", f"NAME{_SUFFIX}; one per model."),
+    port: int = option(PAGE, "--port N", "Or any free one.", 8137, max=65_535),
+    browser: bool = option(PAGE, "--browser/--no-browser", "Open a browser.", True),
+    read_only: bool = option(PAGE, "--read-only", "Write nothing.", False),
 ) -> None:
     """Branch and see texts in the browser.
 

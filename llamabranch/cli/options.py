@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import typer
 
@@ -40,11 +40,16 @@ _AGENT = {
 }
 
 
-def option(panel: str, names: str, text: str, **more: Any) -> Any:
+def option(panel: str, names: str, text: str, default: object = None, **more: Any) -> Any:
     """Return a `typer.Option`. Its names are separated by spaces; what it takes may come last."""
     words = names.split()
     taken = None if words[-1].startswith("-") else words.pop()
-    return typer.Option(*words, help=text, rich_help_panel=panel, metavar=taken, **more)
+    return typer.Option(default, *words, help=text, rich_help_panel=panel, metavar=taken, **more)
+
+
+def argument(metavar: str, text: str, panel: str = "Text") -> Any:
+    """Return a `typer.Argument`."""
+    return typer.Argument(None, metavar=metavar, help=text, rich_help_panel=panel)
 
 
 def unless_minus_one(value: int | None) -> int | None:
@@ -52,16 +57,7 @@ def unless_minus_one(value: int | None) -> int | None:
     return None if value == -1 else value
 
 
-def argument(metavar: str, text: str, panel: str = TEXT) -> Any:
-    """Return a `typer.Argument`."""
-    return typer.Argument(metavar=metavar, help=text, rich_help_panel=panel)
-
-
-Prompts = Annotated[list[str] | None, argument("PROMPT", "The same as -p; - is standard input.")]
-MorePrompts = Annotated[
-    list[str] | None,
-    option(TEXT, "-p --prompt --prompts TEXT", "A text to continue; several are allowed."),
-]
+PROMPT = "-p --prompt --prompts TEXT", "A text to continue; several are allowed."
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
 MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
 DRAFT_OPTIONS = ("model", "draft", "draft_max", *MODEL_OPTIONS[1:])
@@ -134,6 +130,7 @@ class Given:
     cache_size: str | None = None
     as_json: bool = False
     verbose: bool = False
+    kinds: Collection[str] = ()  # of the settings that the command has
 
     # -- settings by name --------------------------------------------------------------------------
 
@@ -141,9 +138,10 @@ class Given:
         self, kind: Literal["sampling", "drafting", "load", "request", "agent", "chat"]
     ) -> dict[str, Any]:
         """Return the settings of ``-S`` of one kind, by name; ConfigError for an unknown name."""
-        kinds, values = _setting_names(), dict[str, Any]()
-        for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
-            if name in kinds[kind]:
+        known, values = _setting_names(), dict[str, Any]()
+        names = set().union(*(known[kind] for kind in self.kinds))
+        for name, value in named_values("-S", self.settings, names):
+            if name in known[kind]:
                 values[name] = value if name == "stop" else setting_value(value)
         if isinstance(bias := values.get("logit_bias"), dict):
             values["logit_bias"] = {token_key("logit_bias", key): bias[key] for key in bias}
@@ -241,19 +239,24 @@ class Given:
         return load(name, console, **options)
 
 
-def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Any]:
+def with_options(
+    *names: str, kind: str = "load", **defaults: object
+) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator that adds these shared options, or all, to a command's own, as a `Given`.
 
-    The function is called with the `Given`, a console, and the values of its own options. Errors end
+    ``-S`` sets settings of this kind, and of loading; of sampling, drafting and requests if the
+    command has the options for them. The function is called with the `Given`, a console, and the values of its own options. Errors end
     the command with one line and an exit code.
     """
     types, known = get_type_hints(Given), vars(Given)
     names = names or tuple(name for name in _SHARED if name not in FOLDER_OPTIONS)
+    has = {"sampling": "temperature", "drafting": "draft", "request": "grammar"}
+    kinds = {"load", kind} | {each for each, name in has.items() if name in names}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def run(**values: Any) -> None:
-            given = Given(**{name: values.pop(name) for name in names})
+            given = Given(**{name: values.pop(name) for name in names}, kinds=kinds)
             console = Console(silent=given.as_json, verbose=given.verbose)
             with reporting_errors(console), console.resources:
                 function(given, console, **values)
@@ -261,10 +264,10 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
         own = [*signature(function, eval_str=True).parameters.values()][2:]
         shared = [
             Parameter(
-                name, Parameter.KEYWORD_ONLY, default=defaults.get(name, known[name]),
-                annotation=Annotated[
-                    types[name], option(*_SHARED[name], **_CHECKS.get(name, {}))
-                ],
+                name, Parameter.KEYWORD_ONLY, annotation=types[name],
+                default=option(
+                    *_SHARED[name], defaults.get(name, known[name]), **_CHECKS.get(name, {})
+                ),
             )
             for name in names
         ]  # fmt: skip

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError
@@ -24,15 +24,9 @@ _SHARES = ("same_most_probable_token", "change_of_p")  # shown in per cent
 def score(
     given: Given,
     console: Console,
-    texts: Annotated[
-        list[str] | None, argument("TEXT|FILE", "A text, or a file that exists, as with -f.")
-    ] = None,
-    file: Annotated[
-        Path | None, option(TEXT, "-f --file FILE", "Its perplexity, in chunks of -c tokens.")
-    ] = None,
-    against: Annotated[
-        str | None, option(TEXT, "--against MODEL", "KL divergence of -m from this model.")
-    ] = None,
+    texts: list[str] | None = argument("TEXT|FILE", "A text, or a file that exists, as with -f."),
+    file: Path | None = option(TEXT, "-f --file FILE", "Its perplexity, in chunks of -c tokens."),
+    against: str | None = option(TEXT, "--against MODEL", "KL divergence of -m from this model."),
 ) -> None:
     """Score a text: log-probabilities, perplexity, KL divergence.
 

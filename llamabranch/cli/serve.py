@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llamabranch import AsyncEngine
 from llamabranch.serve import ServeSettings, require_server
@@ -13,7 +13,7 @@ from . import options as opt
 from .console import Console
 from .drafters import open_pair, resolve
 from .open import show_link
-from .options import Given, option, with_options
+from .options import SERVER, Given, option, with_options
 
 if TYPE_CHECKING:
     from llamabranch.serve.service import Service
@@ -31,26 +31,20 @@ _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 def serve(
     given: Given,
     console: Console,
-    host: Annotated[
-        str, option(opt.SERVER, "--host HOST", "The address to listen on.")
-    ] = "127.0.0.1",
-    port: Annotated[int, option(opt.SERVER, "--port N", "Its port; 0: any free one.")] = 8080,
-    api_key: Annotated[
-        list[str] | None,
-        option(opt.SERVER, "--api-key KEY", f"A key of clients; also in {_KEY_VARIABLE}."),
-    ] = None,
-    limits: Annotated[
-        list[str] | None,
-        option(opt.SERVER, "--limit NAME=VALUE", "Another limit, such as max_queue=4."),
-    ] = None,
-    parallel: Annotated[
-        int,
-        option(opt.SERVER, "-np --parallel N", "Texts at a time; they share -c.", min=1, max=255),
-    ] = 8,
-    drop_line: Annotated[
-        list[str] | None,
-        option(opt.SERVER, "--drop-line REGEX", "Leave out such system prompt lines."),
-    ] = None,
+    host: str = option(SERVER, "--host HOST", "The address to listen on.", "127.0.0.1"),
+    port: int = option(SERVER, "--port N", "Its port; 0: any free one.", 8080),
+    api_key: list[str] | None = option(
+        SERVER, "--api-key KEY", f"Clients need it; or {_KEY_VARIABLE}."
+    ),
+    limits: list[str] | None = option(
+        SERVER, "--limit NAME=VALUE", "A limit, such as max_queue=4."
+    ),
+    parallel: int = option(
+        SERVER, "-np --parallel N", "Texts at a time; they share -c.", 8, min=1, max=255
+    ),
+    drop_line: list[str] | None = option(
+        SERVER, "--drop-line REGEX", "Leave out such system prompt lines."
+    ),
 ) -> None:
     """Serve a model over HTTP, with OpenAI's and Anthropic's API.
 

@@ -30,13 +30,14 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
     result = run("doctor")
     assert result.exit_code == 0, result.output
     found, facts = result.stdout.split(f"llamabranch {lb.__version__}, Python ")
-    assert found.splitlines()[-1].startswith(f"ok: {', '.join(doctor.TESTS)}")
-    assert all(line.startswith(("slow: ", "ok: ")) for line in found.splitlines())
+    *slow, ok = found.splitlines()  # what is wrong comes first
+    assert ok == f"ok: {', '.join(doctor.TESTS)}"
+    assert all(line.startswith("slow: ") for line in slow)
     for line in (
         "\nllama-cpp-python ",
         "\nsystem: ",
         "\nprocessor: ",
-        "runs on: the CPU; threads: 1 ",
+        "runs on: the CPU, 1 thread; ",
     ):
         assert line in facts
     assert "\nvariables: " in facts and "HF_TOKEN" in facts
@@ -54,8 +55,8 @@ def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_above_what_is_known()
 
     done = without("doctor")
     assert done.returncode == 1
-    fault, *facts, end = done.stdout.splitlines()
-    assert fault.startswith("FAIL: loading llama.cpp and the bundled model: error: score cannot be")
+    fault, _, _, *facts, end = done.stdout.splitlines()
+    assert fault.startswith("FAIL: a score: score cannot be loaded: ")
     assert facts[0].startswith(f"llamabranch {lb.__version__}, ")
     assert "LLAMA_CPP_LIB_PATH" in facts[-1] and end.startswith("please report this")
     done = without("generate", "--json", "-p", "x")
@@ -68,31 +69,9 @@ def test_a_build_that_ends_the_process_is_a_failed_check(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", "/bin/false")
     result = run("doctor")
     assert result.exit_code == 1
-    fault = "FAIL: loading llama.cpp and the bundled model: it ended the process (code 1)"
-    assert result.stdout.splitlines()[0] == fault
+    faults = [f"FAIL: {name}: the process ended with 1" for name in doctor.TESTS]
+    assert result.stdout.splitlines()[: len(faults)] == faults
     assert f"\nllamabranch {lb.__version__}, " in result.stdout
-
-
-@pytest.mark.parametrize("of_results", [True, False])
-def test_a_check_that_raises_has_failed(of_results: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine puts the error of a text into its result. Two empty texts would be equal."""
-    generate = lb.Engine.generate
-
-    def failing(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
-        results = generate(self, requests)
-        for result in results:
-            result.tokens, result.error = [], lb.errors.DecodeError("no")
-        return results
-
-    def refused(*_: object) -> None:
-        raise lb.errors.DecodeError("no")
-
-    monkeypatch.setattr(lb.Engine, "generate", failing if of_results else refused)
-    monkeypatch.setattr(lb.Context, "audit", refused)
-    result = run("doctor")
-    assert result.exit_code == 1
-    for name in doctor.TESTS:
-        assert f"FAIL: {name}: DecodeError: no\n" in result.stdout
 
 
 def advised(machine: Machine, n_threads: int = 4, flags: frozenset[str] = FLAGS) -> list[str]:

@@ -132,8 +132,8 @@ class Loom(Live):
             self.add(Head(model=model.name, fingerprint=model.fingerprint))
         elif head is not None and not model.is_of(head.fingerprint):
             journal.read_only = journal.read_only or (
-                f"it was written with the model {head.model}, and this is {model.name}. To read it "
-                "with this model, import it into another document"
+                f"It was written with the model {head.model}, and this is {model.name}. To read it "
+                "with this model, import it into another document."
             )
         self.emit("model", self.model())
         self.emit("set", {"file": self.file})
@@ -144,11 +144,15 @@ class Loom(Live):
         if service is None:
             return {"state": "loading", "model": None, "loading": self._loading}
         ctx, model, sampling = service.ctx, service.model, service.settings.sampling
+        usual = SamplingParams().as_dict()
         fields = {
             "name": Path(model.path).stem, "n_ctx": ctx.n_ctx_seq,
             "fingerprint": model.fingerprint, "exact": ctx.capabilities.exact,
             "leaves_cores": leaves_cores(ctx), "draft": self._draft,
-            "sampling": {name: getattr(sampling, name) for name in _TOLD},
+            "sampling": {
+                name: value for name, value in sampling.as_dict().items()
+                if name in _TOLD or value != usual[name]
+            },
             "chat": chat_fields(model),
             "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
         }  # fmt: skip
@@ -185,7 +189,7 @@ class Loom(Live):
     def check_writable(self) -> None:
         """Raise HttpError if the document is read-only."""
         if self.journal.read_only is not None:
-            message = f"the document is read-only: {self.journal.read_only}"
+            message = f"The document is read-only. {self.journal.read_only}"
             raise HttpError(409, message, kind="read_only")
 
     # -- nodes -----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { copyText, startCopy } from "./copy.js";
-import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
 import { editTurn, go, onSubmit, reply, retry, type } from "./typing.js";
@@ -156,7 +155,7 @@ const run = {
   }),
   find: () => $("find").focus(),
   copy: copyText,
-  mono: () => keepSetting("mono", !isMono()),
+  mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus."), keyTable()]),
@@ -184,7 +183,9 @@ export function drawState() {
   const state = stateOf(net);
   if (state === "ready" && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
-  const { theme, widths } = store.settings;
+  const { theme, widths, mono = false } = store.settings;
+  root.toggleAttribute("data-mono", mono);
+  for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
   for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { model } = doc;
@@ -267,26 +268,24 @@ export function start() {
   onSubmit($("system"), begin);
   $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   startFind();
-  const tree = startTree();
   paints("state", drawState);
   paints("place", () => {
     $("turn-tools").hidden = true;
     staying(stay);
   });
-  paints("tree", tree.tree);
+  paints("tree", startTree());
   paints("text", startText());
   paints("where", () => $("empty").hidden && drawWhere());
-  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin))));
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin)));
   paints("inspect", drawInspector);
   paints("live", startLive());
-  paints("minimap", tree.minimap);
   listeners.push((name, { state, node }) => {
     if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);
-  prefersDark.onchange = () => redraw(["state", "minimap"]);
+  prefersDark.onchange = () => redraw(["state"]);
   redraw(["state"]);
 }
 

@@ -96,7 +96,7 @@ export function keepSetting(name, value) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
-  redraw(["state", "minimap", "legend"]);
+  redraw(["state", "legend"]);
 }
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
@@ -126,7 +126,7 @@ export function select(id, to = null) {
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, reading: -1 });
-  redraw(["place", "tree", "live", "minimap", "legend"]);
+  redraw(["place", "tree", "live", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */

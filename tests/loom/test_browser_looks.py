@@ -188,7 +188,7 @@ def test_reduced_motion_moves_nothing_and_forced_colours_keep_the_cues(
         assert most == 0
     with visiting(chromium, served, forced_colors="active") as page:
         page.locator("[role=treeitem]").nth(1).click()
-        idle(page)
+        choose(page, "probability")
         paint_every_bin(page)
         line = "each => getComputedStyle(each).textDecorationStyle"
         assert page.locator("#text .t.b6").first.evaluate(line) == "wavy"

@@ -2,7 +2,7 @@
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
 import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
-import { SOURCES, lens, looks } from "./lenses.js";
+import { SOURCES, lens, looks, ownWords, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { look, occurrences, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
@@ -152,7 +152,7 @@ function textView(box) {
     const c = shownPath();
     const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
     const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
-    const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, folded, rounds].join();
+    const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, sparing(), folded, rounds].join();
     if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
@@ -260,7 +260,7 @@ function drawShoots() {
     const begin = segment.from - at;
     const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
     const count = Math.max(0, Math.min(wanted, tokens.n - begin));
-    const key = `${segment.key} ${tokens.version} ${lens.name} ${count} ${segment.to}`;
+    const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${count} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
@@ -303,6 +303,8 @@ export function startText() {
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
+    ownWords([...c.owners.map(({ id }) => store.nodes.get(id)), ...following(store.current, store.end).map(({ first }) => first)]
+      .some((node) => ["sampled", "taken"].includes(node?.kind)));
     drawShoots();
     main.draw(false);
   };

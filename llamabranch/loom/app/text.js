@@ -2,9 +2,9 @@
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
 import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
-import { SOURCES, lens, looks } from "./lenses.js";
+import { SOURCES, lens, looks, ownWords, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
+import { look, occurrences, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -69,6 +69,14 @@ function ghostsOf(c) {
 /** Positions where branches leave the path. @param {Path} c */
 const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
+/** The classes of tokens that hold what was searched for. @param {Path} c */
+function matchesIn(c) {
+  /** @type {Map<number, string>} */ const marked = new Map(), [at, to] = view.match;
+  for (const [first, last] of occurrences(c.text, view.sought))
+    for (let i = first; i <= last; i++) marked.set(i, i >= at && i <= to ? " found now" : " found");
+  return marked;
+}
+
 /** A view of the shown path in a listbox. Blocks near the view have text, and the tokens in view are elements.
  * @param {any} box */
 function textView(box) {
@@ -121,14 +129,14 @@ function textView(box) {
   const textOf = (/** @type {Path} */ c, /** @type {any} */ run) => c.shown.slice(run.from, run.to).join("");
 
   /** The tokens of a run as elements with colour, cue and name, keeping existing elements. @param {Path} c @param {any} run
-   * @param {Map<number, any>} ghosts @param {Set<number>} forks @param {Map<number, any>} kept */
-  function drawRun(c, run, ghosts, forks, kept) {
+   * @param {Map<number, any>} ghosts @param {Set<number>} forks @param {Map<number, string>} found @param {Map<number, any>} kept */
+  function drawRun(c, run, ghosts, forks, found, kept) {
     const content = [];
     for (let i = run.from; i < run.to; i++) {
       const element = elements.get(i) ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1,
         "data-token": i, id: `t${i}` });
       const text = c.shown[i], attributes = figures(c, i);
-      attributes.class += (forks.has(i) ? " fork" : "") + (i === view.cursor ? " cursor" : "");
+      attributes.class += (forks.has(i) ? " fork" : "") + (i === view.cursor ? " cursor" : "") + (found.get(i) ?? "");
       attributes.class += `${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
       set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i), "aria-selected": String(i === view.cursor) });
       kept.set(i, element);
@@ -144,7 +152,7 @@ function textView(box) {
     const c = shownPath();
     const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
     const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
-    const looks = [view.cursor, view.limit, view.ghosts, lens.name, folded, rounds].join();
+    const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, sparing(), folded, rounds].join();
     if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
     const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
@@ -168,10 +176,10 @@ function textView(box) {
     });
     const isShort = c.n <= view.limit;
     const seen = runs.map((run) => isShort || isNear(run.getBoundingClientRect(), 0));
-    const ghosts = ghostsOf(c), forks = forksOf(c);
+    const ghosts = ghostsOf(c), forks = forksOf(c), found = matchesIn(c);
     /** @type {Map<number, any>} */ const kept = new Map();
     runs.forEach((run, i) => {
-      if (seen[i] && kept.size + run.to - run.from <= view.limit) drawRun(c, run, ghosts, forks, kept);
+      if (seen[i] && kept.size + run.to - run.from <= view.limit) drawRun(c, run, ghosts, forks, found, kept);
       else if (run.firstElementChild || run.textContent !== textOf(c, run)) run.textContent = textOf(c, run);
     });
     elements = kept;
@@ -252,7 +260,7 @@ function drawShoots() {
     const begin = segment.from - at;
     const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
     const count = Math.max(0, Math.min(wanted, tokens.n - begin));
-    const key = `${segment.key} ${tokens.version} ${lens.name} ${count} ${segment.to}`;
+    const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${count} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
@@ -295,6 +303,8 @@ export function startText() {
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
+    ownWords([...c.owners.map(({ id }) => store.nodes.get(id)), ...following(store.current, store.end).map(({ first }) => first)]
+      .some((node) => ["sampled", "taken"].includes(node?.kind)));
     drawShoots();
     main.draw(false);
   };

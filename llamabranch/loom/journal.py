@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
-from errno import EEXIST, ENOSPC
+from contextlib import suppress
+from errno import EEXIST
 from pathlib import Path
 from threading import Lock
 from time import time
@@ -145,6 +146,8 @@ class Journal:
         """Return how many texts are, at least in part, only in memory; ``changing`` have new tokens."""
         with self._mutex:
             names = {name for _, name, _ in self._lines} | {node.id for node in changing}
+            if not self._kept:
+                names |= self._document.nodes.keys()
         nodes = [self._document.nodes[name] for name in names if name]
         texts = (len(node.ids) > self._kept.get(node.id, -1) for node in nodes if not node.hidden)
         return 0 if self.read_only is not None else sum(texts)
@@ -168,9 +171,7 @@ class Journal:
 
     def _checked(self, file: IO[bytes]) -> IO[bytes]:
         """Return the file, made again if it was deleted. OSError: another program has changed it."""
-        if self._is_torn:
-            file.truncate(self._end)  # no half line
-            self._is_torn = False
+        self._cut()
         own = os.fstat(file.fileno())
         if self.path.exists():
             if not os.path.samestat(own, self.path.stat()) or own.st_size != self._end:
@@ -186,6 +187,11 @@ class Journal:
             raise
         file.close()
         return new
+
+    def _cut(self) -> None:
+        if self._is_torn and self._file is not None:
+            self._file.truncate(self._end)
+            self._is_torn = False
 
     def sync(self) -> None:
         """Wait until all written lines are on the disk. Any thread may call this."""
@@ -222,6 +228,10 @@ class Journal:
             message = "new texts are only in memory; the page exports them"
             self.complain(f"cannot write {self.path.name}: {reason}: {message}")
         self.error = reason
+        with suppress(OSError):
+            self._cut()
+        if error.errno == EEXIST:
+            self._kept.clear()  # the file has nothing of the document
 
     def close(self) -> None:
         """Try once more to write the rest, say what is lost, and release the file."""
@@ -244,8 +254,8 @@ class Journal:
 
 
 def _put(file: IO[bytes], data: bytes) -> None:
-    if file.write(data) != len(data):
-        raise OSError(ENOSPC, os.strerror(ENOSPC))
+    while data:
+        data = data[file.write(data) :]  # a part of it may fit
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -39,7 +39,7 @@ function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
-  if (stateOf(net) !== "ready" || seen.has(store.current) || n > store.doc.model.n_ctx) return;
+  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || seen.has(store.current) || n > store.doc.model.n_ctx) return;
   seen.add(store.current);
   if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
@@ -182,7 +182,7 @@ export function drawState() {
   const root = document.documentElement;
   const { doc } = store;
   const state = stateOf(net);
-  if (state === "ready" && root.dataset.state !== state) staying(stay);
+  if (["ready", "disk-error"].includes(state) && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
   const { theme, widths } = store.settings;
   root.style.colorScheme = theme ?? "";
@@ -191,21 +191,24 @@ export function drawState() {
   pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
-  $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
+  $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"
+    : !doc.file.error ? (doc.file.saved === false ? "saving …" : "saved") : !doc.file.unsaved ? "not saved" : `${plural(doc.file.unsaved, "text")} only in memory`;
   fill($("model"), model && h("span", {}, visible(model.name)),
     model?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
+  const trouble = doc.file.error && `The file cannot be written: ${doc.file.error}. The page tries again; an export keeps what is only in memory.`;
   const message = {
     "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
     "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
-    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is lost; the page tries again.`,
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,
-  }[state];
+  }[state] ?? trouble;
   $("bar").hidden = !message;
-  if ($("bar").textContent !== (message ?? "")) {
-    fill($("bar"), visible(message ?? ""));
+  attribute($("bar"), "data-danger", message && message === trouble);
+  if ($("bar").firstChild?.textContent !== (message ?? "")) {
+    const offers = message && (message === trouble || state === "read-only");
+    fill($("bar"), h("span", {}, visible(message ?? "")), offers && h("button", { type: "button", "data-action": "export" }, "Export"));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;

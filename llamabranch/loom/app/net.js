@@ -18,7 +18,7 @@ export const backend = {
       const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
       if (!net.connected && events?.readyState === EventSource.OPEN) connection(true); // only a request was lost
       const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
-      if (answer.ok) return body;
+      if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
       if (answer.status === 401 && link === links) {
         net.session = false;
         redraw(["state"]);

@@ -317,9 +317,9 @@ export function stateOf(net) {
   const { doc, jobs } = store;
   const running = [...jobs.values()].filter((job) => job.state === "running");
   /** @type {Record<string, any>} */ const states = {
-    "no-session": !net.session, "connection-lost": !net.connected, "disk-error": doc.file.error,
+    "no-session": !net.session, "connection-lost": !net.connected,
     "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
-    generating: running.length, "read-only": doc.file.read_only,
+    generating: running.length, "disk-error": doc.file.error, "read-only": doc.file.read_only,
   };
   return Object.keys(states).find((name) => states[name]) ?? "ready";
 }

@@ -77,7 +77,7 @@ function origin(c, i) {
     node.by === "A" ? fact("written by", store.doc.model?.name ?? "A") : [],
     node.seed != null ? fact("seed", node.seed) : [],
     sampling ? fact("sampling", sampling) : [],
-    node.max_tokens ? fact("max tokens", node.max_tokens) : [],
+    node.max_tokens ? fact("limit", plural(node.max_tokens, "token")) : [],
     node.stop?.length ? fact("stops at", node.stop.map(label).join(", ")) : [],
     node.grammar || node.json_schema ? fact("follows", node.grammar ? "a grammar" : "a JSON schema") : [],
     fact("token", `${c.ids[i]} at ${i}`),

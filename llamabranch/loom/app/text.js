@@ -23,7 +23,10 @@ function keptPath() {
   let path = pathOf(null, null);
   let drawn = "";
   return (id, end) => {
-    const key = pieces(id, end).map(({ id: owner, to }) => `${owner}:${to}:${store.nodes.get(owner)?.tokens.version}`).join();
+    const key = pieces(id, end).map(({ id: owner, to }) => {
+      const { tokens, reason } = /** @type {import("./store.js").Node} */ (store.nodes.get(owner));
+      return `${owner}:${to}:${tokens.version}:${reason}`;
+    }).join();
     if (key !== drawn) [path, drawn] = [pathOf(id, end), key];
     return path;
   };

@@ -144,11 +144,15 @@ class Loom(Live):
         if service is None:
             return {"state": "loading", "model": None, "loading": self._loading}
         ctx, model, sampling = service.ctx, service.model, service.settings.sampling
+        usual = SamplingParams().as_dict()
         fields = {
             "name": Path(model.path).stem, "n_ctx": ctx.n_ctx_seq,
             "fingerprint": model.fingerprint, "exact": ctx.capabilities.exact,
             "leaves_cores": leaves_cores(ctx), "draft": self._draft,
-            "sampling": {name: getattr(sampling, name) for name in _TOLD},
+            "sampling": {
+                name: value for name, value in sampling.as_dict().items()
+                if name in _TOLD or value != usual[name]
+            },
             "chat": chat_fields(model),
             "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
         }  # fmt: skip

@@ -148,6 +148,27 @@ def chosen(page: Page) -> str:
     return str(page.evaluate("import('/app/store.js').then(({store}) => store.current)"))
 
 
+def test_a_picked_alternative_follows_the_bar(page: Page) -> None:
+    shown(page, "Once upon a time there was a little fox who lived")
+    for bar in ({"n": 2, "max_tokens": 5}, {"max_tokens": 9, "choice": [" north", " south"]}):
+        do(page, "bar", set={"text": {**bar, "sampling": {"temperature": 0.5}}})
+        told(page, "#bar-said", f"{bar['max_tokens']} tokens")
+        picked = take(page, 5)
+        made = asked(page, f"/loom/tokens?node={chosen(page)}&from=6")
+        text = "".join(made["parts"][-1]["text"])
+        assert (made["nodes"][-1]["sampling"]["temperature"], picked != text) == (0.5, True)
+        assert text in bar["choice"] if "choice" in bar else made["nodes"][-1]["n"] == 6
+        press(page, "u", at="#text")
+    do(page, "bar", set={"text": {}})
+
+
+def test_what_differs_between_batches_only_is_not_shown(page: Page) -> None:
+    numbers = [0.0399, 0.0375, 0.4712, 0.0996, 0.0042, 8e-6, 0.9991, 0.99991, 1]
+    script = "all => import('/app/dom.js').then(dom => all.map(dom.percent))"
+    said = ["4 %", "4 %", "47 %", "10 %", "0.4 %", "< 0.001 %", "> 99 %", "100 %", "100 %"]
+    assert page.evaluate(script, numbers) == said
+
+
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
     tree = tree_file(("A king", -1), (" slept", 0))

@@ -192,17 +192,25 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
     with Opened(tmp_path) as running, visiting(chromium, running) as page:
         idle(page)
         first = page.locator("#bar-begin").inner_text()
-        assert "3 texts, 24 tokens, temperature 0.8, top-p 0.95" in first
-        set_bar(page, "#bar-begin", n="2", max_tokens="5", temperature="0.5", stop="xyz")
+        sampling = "top-p 0.95, top-k 40, min-p 0.05"
+        assert f"3 texts, limit: 24 tokens, temperature 0.8, {sampling}" in first
+        stop = "xyz\n\\nThe end"
+        set_bar(page, "#bar-begin", n="2", max_tokens="5", temperature="0.5", stop=stop)
         page.locator("#begin").fill("Once upon a time")
         page.locator("#begin").press("Control+Enter")
         page.locator(".shoot").nth(1).wait_for()
         idle(page)
         said = page.locator("#bar-said").inner_text()
-        assert "2 texts, 5 tokens, temperature 0.5, top-p 0.95, stop at “xyz”" in said
+        assert (
+            f"2 texts, limit: 5 tokens, temperature 0.5, {sampling}, stop at “xyz” or “⏎The" in said
+        )
         assert page.locator(".shoot").count() == 2
         made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["nodes"][-1]
-        assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (5, 0.5, ["xyz"])
+        assert (made["n"], made["sampling"]["temperature"], made["stop"]) == (
+            5,
+            0.5,
+            ["xyz", "\nThe end"],
+        )
         # What is wrong is told in the dialog.
         page.locator("#text").press("G")
         for name, bad, told_of in (
@@ -228,9 +236,10 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert '"north"'.startswith("".join(text)) or '"south"'.startswith("".join(text))
     with Opened(tmp_path) as running, visiting(chromium, running) as page:
         idle(page)
-        assert "2 texts, 5 tokens, temperature 0.5" in page.locator("#bar-said").inner_text()
+        assert "2 texts, limit: 5 tokens, temperature 0.5" in page.locator("#bar-said").inner_text()
         page.locator("#bar-said").click()
         assert page.locator("dialog [name=n]").input_value() == "2"
+        assert page.locator("dialog [name=stop]").input_value() == stop
         kept = json.loads(page.locator("dialog [name=follow]").input_value())
         assert kept == {"enum": ["north", "south"]}
         presets = page.locator("dialog select").first

@@ -1,6 +1,6 @@
 // @ts-check
 // The sampling bar: settings for continuing texts or chats, kept in the document; presets; grammars and schemas.
-import { $, fill, h, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
+import { $, fill, h, label, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
 import { backend, bodyOf, net } from "./net.js";
 import { stateOf, store } from "./store.js";
 
@@ -21,9 +21,11 @@ const PRESETS = {
     "three bold answers": { n: 3, max_tokens: 256, sampling: { temperature: 1.2, top_p: 1, min_p: 0.05 } },
   },
 };
-/** @type {[string, string, string][]} name in the settings, in words, and how the bar says it */
-const NUMBERS_OF_BAR = [["temperature", "temperature", "temperature"], ["top_p", "top p", "top-p"], ["top_k", "top k", "top-k"],
-  ["min_p", "min p", "min-p"], ["repeat_penalty", "repeat penalty", "repeat penalty"]];
+/** @type {[string, string, number | null][]} settings that have a field: name, in words, the value that does nothing */
+const NUMBERS_OF_BAR = [["temperature", "temperature", null], ["top_p", "top-p", 1], ["top_k", "top-k", 0],
+  ["min_p", "min-p", 0], ["repeat_penalty", "repeat penalty", 1]];
+/** How a chat's answers think. @type {Record<string, string>} */
+const THINKS = { "": "as the chat template does", on: "on", off: "off" };
 /** @type {Record<string, string>} */
 const FOLLOWS = { free: "nothing: free text", json_schema: "a JSON schema", regex: "a regular expression", choice: "one of these lines",
   grammar: "a grammar (GBNF)" };
@@ -34,16 +36,23 @@ export const barOf = (mode) => store.doc.bars?.[mode] ?? FIRST[mode];
 /** The kind of grammar that a text must follow. @param {Bar} bar */
 const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind]) ?? "free";
 
-/** The bar in words. @param {string} mode */
+/** The thinking of a bar in words. @param {Bar["thinking"]} thinking */
+const thinkingOf = (thinking) => thinking == null ? "" : thinking === false ? "no thinking"
+  : thinking === true ? "thinking" : `thinking for ${plural(thinking, "token")} at most`;
+
+/** The bar in words: every setting that acts. @param {string} mode */
 export function sentenceOf(mode) {
-  const bar = barOf(mode), usual = store.doc.model?.sampling ?? {};
-  const { n = FIRST[mode].n, max_tokens = FIRST[mode].max_tokens, seed, stop, sampling = {} } = bar;
-  const numbers = NUMBERS_OF_BAR.filter(([name], i) => i < 2 || sampling[name] != null)
-    .map(([name, , said]) => [said, sampling[name] ?? usual[name]]).filter(([, value]) => value != null)
-    .map(([said, value]) => `${said} ${short(value)}`);
+  const bar = barOf(mode), { n = FIRST[mode].n, max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
+  const acting = { ...store.doc.model?.sampling, ...bar.sampling };
+  const known = NUMBERS_OF_BAR.map(([name]) => name);
+  const numbers = [...NUMBERS_OF_BAR.filter(([name, , none]) => acting[name] != null && acting[name] !== none)
+    .map(([name, words]) => `${words} ${short(acting[name])}`),
+  ...Object.keys(acting).filter((name) => !known.includes(name)).map((name) => `${name.replaceAll("_", " ")} ${acting[name]}`)];
   const kind = followed(bar), isTalk = mode === "chat";
-  return [plural(n, isTalk ? "answer" : "text"), `${isTalk ? "up to " : ""}${plural(max_tokens, "token")}`, ...numbers,
-    seed != null && `seed ${seed}`, stop?.length && `stop at “${visible(stop[0])}”`,
+  return [plural(n, isTalk ? "answer" : "text"), `limit: ${plural(max_tokens, "token")}`, ...numbers,
+    seed != null && `seed ${seed}`, isTalk && thinkingOf(bar.thinking),
+    stop.length && `stop at ${stop.map((/** @type {string} */ each) => `“${label(each)}”`).join(" or ")}`,
+    bar.memory && "memory", bar.authors_note && "author’s note",
     kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean).join(", ");
 }
 
@@ -61,10 +70,13 @@ function read(form) {
   const data = new FormData(form);
   const of = (/** @type {string} */ name) => String(data.get(name) ?? "").trim();
   /** @type {Bar} */ const bar = { sampling: {} };
-  for (const [name, words] of [["n", "how many"], ["max_tokens", "tokens"]]) bar[name] = typedNumber(of(name), words, true);
+  for (const [name, words] of [["n", "how many"], ["max_tokens", "limit"]]) bar[name] = typedNumber(of(name), words, true);
   for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = typedNumber(of(name), words, name === "top_k");
   if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // kept as text: it may have more digits than a number
-  if (data.get("stop")) bar.stop = [String(data.get("stop"))];
+  bar.stop = String(data.get("stop") ?? "").split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+  for (const name of ["memory", "authors_note"]) bar[name] = String(data.get(name) ?? "").trim();
+  const thinking = of("thinking");
+  if (thinking) bar.thinking = thinking === "on" ? typedNumber(of("budget"), "thinking, at most", true) ?? true : false;
   const kind = of("kind"), text = String(data.get("follow") ?? "");
   if (kind === "free") return clean(bar);
   if (!text.trim()) throw new Error(`Write ${FOLLOWS[kind]}, or choose free text.`);
@@ -90,14 +102,18 @@ export function openBar(mode, proceed) {
   const input = (/** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ placeholder = "") =>
     h("label", {}, h("span", {}, words),
       h("input", { name, placeholder: String(placeholder ?? ""), spellcheck: false, autocomplete: "off" }));
+  const options = (/** @type {Record<string, string>} */ named) =>
+    Object.entries(named).map(([value, words]) => h("option", { value }, words));
   const follow = h("textarea", { name: "follow", rows: 5, spellcheck: false });
   const kind = h("select", { name: "kind", onchange: () => showFollow() },
-    Object.entries(FOLLOWS).map(([value, words]) => h("option", { value }, words)));
+    options(FOLLOWS));
   const title = h("span"), box = h("label", {}, title, follow);
   const showFollow = () => {
     box.hidden = kind.value === "free";
     title.textContent = FOLLOWS[kind.value];
   };
+  const lines = (/** @type {string} */ name, /** @type {string} */ words, /** @type {string} */ note) => h("label", { title: note },
+    h("span", {}, words), h("textarea", { name, rows: 2, spellcheck: false, placeholder: note }));
   const presets = h("select", { onchange: () => show(PRESETS[mode][presets.value] ?? barOf(mode)) },
     h("option", { value: "now" }, "current"), Object.keys(PRESETS[mode]).map((name) => h("option", { value: name }, name)));
   const isTalk = mode === "chat";
@@ -105,16 +121,23 @@ export function openBar(mode, proceed) {
     h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
     h("label", {}, h("span", {}, "preset"), presets),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
-    input("max_tokens", isTalk ? "max tokens" : "tokens", FIRST[mode].max_tokens),
+    input("max_tokens", "limit, in tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),
-    input("stop", "stop at"), h("label", {}, h("span", {}, "the text must follow"), kind), box,
+    isTalk && [h("label", {}, h("span", {}, "thinking"), h("select", { name: "thinking" }, options(THINKS))),
+      input("budget", "thinks at most, in tokens", "no limit")],
+    lines("stop", "stop at", "One text a line; \\n is a line end."),
+    !isTalk && [lines("memory", "memory", "Stays at the top of what the model sees."),
+      lines("authors_note", "author’s note", "Is put near the end of what the model sees.")],
+    h("label", {}, h("span", {}, "the text must follow"), kind), box,
     h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
       h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"))));
   /** @param {Bar} bar */
   function show(bar) {
-    const values = { ...bar, ...bar.sampling, stop: bar.stop?.[0], kind: followed(bar) };
+    const { stop = [], thinking } = bar;
+    const values = { ...bar, ...bar.sampling, stop: stop.map((/** @type {string} */ each) => each.replaceAll("\n", "\\n")).join("\n"),
+      kind: followed(bar), thinking: thinking == null ? "" : thinking === false ? "off" : "on", budget: Number.isInteger(thinking) ? thinking : "" };
     for (const field of form.elements) if (field.name && field.name !== "follow") field.value = values[field.name] ?? "";
     const value = bar[followed(bar)];
     follow.value = Array.isArray(value) ? value.join("\n") : typeof value === "object" ? JSON.stringify(value, null, 1) : value ?? "";

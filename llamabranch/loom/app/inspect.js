@@ -1,11 +1,13 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, where it came from, its branch.
-import { $, attribute, fill, h, label, plural, short, visible } from "./dom.js";
+import { $, attribute, fill, h, label, percent, plural, rough, short, visible } from "./dom.js";
+import { barOf } from "./bar.js";
 import { SOURCES, looks } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { named, moveTo, shownPath, topsAt } from "./text.js";
+import { mode } from "./where.js";
 
 /** The token that is inspected: under the mouse, at the cursor, or the last. */
 const inspected = () => {
@@ -13,8 +15,6 @@ const inspected = () => {
   const found = [view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;
 };
-
-const percent = (/** @type {number | null} */ lp) => (lp == null || Number.isNaN(lp) ? "–" : `${short(100 * Math.exp(lp))} %`);
 
 /** Take the alternative of a number key: 1 is the most probable. @param {number} place */
 export function takeAt(place) {
@@ -36,15 +36,15 @@ export async function take(i, token) {
     look({ cursor: -1, reading: i }); // arrow keys start here; actions act at the end
   };
   if (there) show(there.node);
-  else await act("fork", { node, at: i, token }, show);
+  else await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
 }
 
 /** @param {string} name @param {...any} value */
 const fact = (name, ...value) => [h("dt", {}, name), h("dd", {}, ...value)];
 
 const numbers = (/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) => h("dl", { class: "numbers" }, [
-  fact("probability", percent(c.lp[i])), fact("rank", c.rk[i] || "–"), fact("entropy", short(c.h[i]), h("small", {}, " nats")),
-  fact("choices", short(Math.exp(c.h[i])))].map((each) => h("div", {}, each)));
+  fact("probability", percent(Math.exp(c.lp[i]))), fact("rank", c.rk[i] || "–"), fact("entropy", rough(c.h[i]), h("small", {}, " nats")),
+  fact("choices", rough(Math.exp(c.h[i])))].map((each) => h("div", {}, each)));
 
 /** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */
 function alternatives(c, i) {
@@ -58,8 +58,8 @@ function alternatives(c, i) {
       type: "button", "data-alternative": token, "aria-current": chosen ? "true" : null,
       "--share": `${(100 * Math.exp(lp ?? -Infinity)) / most}%`, onclick: () => take(i, token),
     }, h("kbd", {}, place === 9 ? "0" : place + 1), h("span", { class: "word" }, named(piece)),
-    h("span", { class: "share" }, percent(lp))));
-  })), rest > 0.0005 && h("p", { class: "dim rest" }, `all other tokens ${short(100 * rest)} %`)];
+    h("span", { class: "share" }, percent(Math.exp(lp ?? NaN)))));
+  })), rest > 0.0005 && h("p", { class: "dim rest" }, `all other tokens ${percent(rest)}`)];
 }
 
 /** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */

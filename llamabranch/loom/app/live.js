@@ -1,6 +1,6 @@
 // @ts-check
 // The instrument: rounds of speculation with their totals, and the jobs that run.
-import { $, attribute, fill, h, plural, redraw, set, short, visible } from "./dom.js";
+import { $, attribute, fill, h, percent, plural, redraw, set, short, visible } from "./dom.js";
 import { act, listeners } from "./net.js";
 import { pieces, store, texts } from "./store.js";
 import { moveTo, named } from "./text.js";
@@ -60,7 +60,7 @@ function roundLine(round, chosen) {
     draft.map((/** @type {any} */ [, , lp], /** @type {number} */ i) => {
       const state = i < accepted ? "accepted" : i < accepted + rejected ? "rejected" : "unreached";
       return h("span", { class: `judged ${state}` }, visible(words[i]) || "∅",
-        state !== "unreached" && lp != null ? h("small", {}, short(Math.exp(lp))) : null);
+        state !== "unreached" && lp != null ? h("small", {}, percent(Math.exp(lp))) : null);
     }),
     next && h("span", { class: "judged next" }, src === "c" ? "→ " : "+ ", named(next[1])),
     ms && h("span", { class: "ms" }, `${short(ms[0])} + ${short(ms[1])} ms`));
@@ -71,7 +71,7 @@ function drawRounds(/** @type {Loose[]} */ all, /** @type {any} */ job) {
   const spent = sum.draft + sum.verify;
   return h("div", { class: "panel" }, h("div", { class: "totals" }, job,
     h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
-    h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${short((100 * sum.draft) / (spent || 1))} % of the time for drafts.`),
+    h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${percent(sum.draft / (spent || 1))} of the time for drafts.`),
     bars("Accepted by position in the draft, in percent", sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]))),
   h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
     all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))));

@@ -1,7 +1,7 @@
 // @ts-check
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
-import { $, attribute, h, label, later, plural, redraw, set, short, visible, visibleTexts } from "./dom.js";
+import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { look, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
@@ -46,7 +46,7 @@ export function place() {
 /** What a screen reader says about a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
   const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[c.src[i]];
-  return [`'${c.shown[i]}'`, p >= 0 && `${short(100 * p)} percent`, c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
+  return [`'${c.shown[i]}'`, p >= 0 && percent(p), c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
 }
 
 /** Class, cue and log-probability of a token. @param {import("./store.js").Tokens} c @param {number} i */

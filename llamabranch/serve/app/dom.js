@@ -109,6 +109,17 @@ export function short(x) {
   return size >= 100 ? x.toFixed(0) : String(Number(x.toPrecision(3)));
 }
 
+/** A probability, as exact as it is the same in batches of any shape: whole percents, below 1 % one digit. @param {number} p */
+export function percent(p) {
+  if (Number.isNaN(p)) return "–";
+  if (p < 1e-5) return "< 0.001 %";
+  if (p >= 0.995 && p < 0.9995) return "> 99 %";
+  return `${p < 0.01 ? Number((100 * p).toPrecision(1)) : Math.round(100 * p)} %`;
+}
+
+/** A number with one decimal, or none from 10 on. @param {number} x */
+export const rough = (x) => (Number.isNaN(x) ? "–" : x.toFixed(x < 9.95 ? 1 : 0));
+
 /** A number that was typed; null for nothing. Raises an error that says what is wrong. @param {string} text @param {string} words what it is
  * @param {boolean} isWhole */
 export function typedNumber(text, words, isWhole) {

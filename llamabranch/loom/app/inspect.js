@@ -6,7 +6,7 @@ import { SOURCES, looks } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
-import { named, moveTo, shownPath, topsAt } from "./text.js";
+import { attend, moveTo, named, shownPath, topsAt } from "./text.js";
 import { mode } from "./where.js";
 
 /** The token that is inspected: under the mouse, at the cursor, or the last. */
@@ -36,7 +36,10 @@ export async function take(i, token) {
     look({ cursor: -1, reading: i }); // arrow keys start here; actions act at the end
   };
   if (there) show(there.node);
-  else await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
+  else {
+    attend(i);
+    await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
+  }
 }
 
 /** @param {string} name @param {...any} value */

@@ -71,19 +71,20 @@ export function startKeys(run, take) {
   });
 }
 
-const FIRST = ["continue", "type", "edit", "stop", "undo", "find"]; // what everybody needs
+const BASIC = ["continue", "type", "edit", "stop", "undo", "find"]; // what everybody needs
 
 /** The help: the keys that everybody needs, then all others. */
 export function helpOfKeys() {
   const line = (/** @type {string} */ title, /** @type {string[]} */ keys) =>
     h("div", {}, h("dt", {}, keys.map((key) => h("kbd", {}, key.replace("Escape", "Esc").replace("Arrow", "")))), h("dd", {}, title));
   const lines = (/** @type {typeof ACTIONS} */ all) => all.map(([, , title, keys]) => line(title, keys));
-  const others = ACTIONS.filter(([name]) => !FIRST.includes(name));
+  const others = ACTIONS.filter(([name]) => !BASIC.includes(name));
   const part = (/** @type {string} */ title, /** @type {string} */ place) => [h("h3", {}, title),
     h("dl", { class: "keys" }, lines(others.filter(([, where]) => where === place)))];
-  return [h("dl", { class: "keys first" }, lines(FIRST.map((name) => /** @type {any} */ (ACTIONS.find(([each]) => each === name)))),
+  return [h("dl", { class: "keys first" }, lines(BASIC.map((name) => /** @type {any} */ (ACTIONS.find(([each]) => each === name)))),
     line("take that alternative of the token", ["1 … 9, 0"])),
-  h("div", { class: "menus" }, h("div", {}, part("Everywhere", "")), h("div", {}, part("In the tree", "tree"), part("In the text", "text"))),
   h("label", { class: "check" }, h("input", { type: "checkbox", checked: store.settings.keys !== false,
-    onchange: (/** @type {any} */ event) => keepSetting("keys", event.target.checked) }), h("span", {}, "letters, digits and signs act as keys"))];
+    onchange: (/** @type {any} */ event) => keepSetting("keys", event.target.checked) }),
+  h("span", {}, "letters, digits and signs act as keys, wherever nothing is typed")),
+  h("div", { class: "menus" }, h("div", {}, part("Everywhere", "")), h("div", {}, part("In the tree", "tree"), part("In the text", "text")))];
 }

@@ -5,7 +5,7 @@ import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
@@ -64,11 +64,10 @@ function drawWhere() {
   more.hidden = !chat;
   typed.hidden = answered; // there the button beside the bar is Reply
   const c = shownPath(), last = c.turns.at(-1);
-  const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
-  const isBelow = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+  const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
-  if (was && !reply.hidden && isBelow) reply.scrollIntoView({ block: "nearest" });
+  if (was && !reply.hidden) followEnd();
   for (const id of ["bar-said", "bar-begin"]) {
     const said = sentenceOf(mode());
     if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));

@@ -80,6 +80,7 @@ function textView(box) {
   /** @type {Map<number, any>} */ let elements = new Map();
   /** @type {Path | null} */ let drawn = null;
   let width = 0, looked = "";
+  let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
 
   /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c */
   function cut(c) {
@@ -150,7 +151,6 @@ function textView(box) {
     const looks = [view.cursor, view.limit, view.ghosts, lens.name, folded, rounds].join();
     if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
-    const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     if (anew) cut(c);
     [drawn, width, looked] = [c, box.clientWidth, looks];
     const { top, bottom } = scroller.getBoundingClientRect();
@@ -178,7 +178,6 @@ function textView(box) {
       else if (run.firstElementChild || run.textContent !== textOf(c, run)) run.textContent = textOf(c, run);
     });
     elements = kept;
-    if (anew && atEnd && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
     if (anew && !isShort) draw(); // draw again with the measured heights
     attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `t${view.cursor}` : null);
   }
@@ -196,11 +195,37 @@ function textView(box) {
     elements.get(i)?.scrollIntoView({ block: where });
   }
 
-  scroller.addEventListener("scroll", () => draw(), { passive: true });
-  return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i) };
+  const below = () => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight; // px of text below the view
+
+  function follow() {
+    if (follows && view.cursor < 0 && view.typingAt < 0) scroller.scrollTop = scroller.scrollHeight;
+    top = scroller.scrollTop;
+    $("to-end").hidden = view.typingAt >= 0 || below() < 60;
+  }
+
+  /** Follow what is written after a token, if that is in view; without one: go to the end. @param {number} [i] */
+  function attend(i) {
+    const { top: above, bottom } = scroller.getBoundingClientRect(), place = elements.get(i ?? -1)?.getBoundingClientRect();
+    if (i == null || i < 0 || (place && place.bottom > above && place.top < bottom)) follows = true;
+    if (i == null) moveTo(-1), redraw(["text"]);
+  }
+
+  scroller.addEventListener("scroll", () => {
+    if (below() < 2) follows = true;
+    else if (scroller.scrollTop < top) follows = false;
+    draw();
+    follow();
+  }, { passive: true });
+  return { draw, reveal, follow, attend, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
 /** @type {ReturnType<typeof textView>} */ let main;
+
+/** Follow what is written at a position, if that is in view. @param {number} at */
+export const attend = (at) => main.attend(at - 1);
+
+/** Keep the end in view if the reader follows it. */
+export const followEnd = () => main.follow();
 
 /** Fold or unfold thoughts, all of the path if none is given. @param {import("./turns.js").Part[]} [parts] */
 export function foldThoughts(parts = partsOf(shownPath())) {
@@ -294,12 +319,14 @@ export function startText() {
     },
   });
   set($("token-pane"), { onmouseleave: () => rest(-1) });
-  new ResizeObserver(() => main.draw()).observe(box.parentElement);
+  new ResizeObserver(() => (main.draw(), main.follow())).observe(box.parentElement);
+  $("to-end").onclick = () => main.attend();
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
     drawShoots();
     main.draw(false);
+    main.follow();
   };
 }
 

@@ -3,7 +3,7 @@
 import { $, h, plural, tell } from "./dom.js";
 import { act } from "./net.js";
 import { look, select, store, view } from "./store.js";
-import { place, shownPath } from "./text.js";
+import { attend, place, shownPath } from "./text.js";
 import { isChat } from "./turns.js";
 import { barOf } from "./bar.js";
 import { exported, mode, selected, whereTo } from "./where.js";
@@ -15,6 +15,7 @@ export async function go(fields = {}) {
   if (!node) return $("begin").focus();
   const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been interrupted
   const kind = mode();
+  attend(at);
   const answer = await act("continue", { node: store.current, at, ...barOf(kind), resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);

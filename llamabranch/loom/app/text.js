@@ -14,7 +14,7 @@ const BLOCK = 512, LARGEST = 1024; // tokens: a block ends at a line end between
 const CHARACTER = 340; // square px that a character covers, about
 const RUN = 48; // tokens of a long text that become elements together, as they come into view
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
-const SHOOTS = 6, SHOOT_TOKENS = 24;
+const SHOOTS = 6, SHOOT_TOKENS = 160, SHOOT_ELEMENTS = 24; // tokens that are shown of a continuation, and painted each by itself
 const SURPRISE = Math.log(0.05);
 
 /** A function that builds a path, again only if a part of it has changed.
@@ -246,6 +246,10 @@ export function seek(is, by = 1) {
   }
 }
 
+/** For each of several texts that begin at one place: which of its tokens tells it from the others first, or -1. @param {Float32Array[]} all */
+export const turnings = (all) => all.map((own) => own.findIndex((_, i) => all.length > 1 && !all.some((other) =>
+  other !== own && own.subarray(0, i + 1).every((id, j) => id === other[j]))));
+
 /** What could follow, if the path ends at a fork. */
 function drawShoots() {
   const box = $("shoots");
@@ -253,22 +257,30 @@ function drawShoots() {
   const shown = all.slice(-SHOOTS);
   view.limit = shown.length ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
+  const own = shown.map(({ first: { tokens, at, n }, from, to }) =>
+    tokens.ids.subarray(from - at, Math.min(tokens.n, n, to - at, from - at + SHOOT_TOKENS)));
+  const turns = turnings(own);
   shown.forEach((segment, i) => {
     const button = box.children[i]
       ?? box.appendChild(h("button", { type: "button", class: "shoot", onclick: () => goTo(button.segment) }));
     const { tokens, at, text, n, id } = segment.first;
     const begin = segment.from - at;
     const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
-    const count = Math.max(0, Math.min(wanted, tokens.n - begin));
-    const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${count} ${segment.to}`;
+    const told = own[i].length, turn = turns[i], count = Math.min(told, Math.max(SHOOT_ELEMENTS, turn + 8));
+    const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${told} ${turn} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (count < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
-    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + count)));
-    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
-    [...words, tail].forEach((word, j) => {
-      const of = j < count ? figures(tokens, begin + j) : { class: null, "data-cue": null, "data-lp": null };
+    if (told < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + told)));
+    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > told ? "…" : "";
+    let last = turn; // of the word that tells it from the others
+    while (turn >= 0 && last + 1 < count && /^[\p{L}\p{M}]/u.test(words[last + 1])) last++;
+    if (turn > 0 && words[turn].startsWith(" ")) [words[turn - 1], words[turn]] = [words[turn - 1] + " ", words[turn].slice(1)];
+    const lp = tokens.lp[begin + turn];
+    [...words.slice(0, count), words.slice(count).join("") + tail].forEach((word, j) => {
+      const of = j < count ? { ...figures(tokens, begin + j), "data-share": null } : { class: null, "data-cue": null, "data-lp": null, "data-share": null };
+      if (j >= turn && j <= last) Object.assign(of, { class: `${of.class} turning`, "data-cue": null, "data-share": j === last && lp <= 0 ? percent(Math.exp(lp)) : null });
       set(button.children[j] ?? button.appendChild(h("span")), { ...of, textContent: j ? word : word.trimStart() });
     });
     while (button.children.length > count + 1) button.lastChild.remove();

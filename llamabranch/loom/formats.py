@@ -30,6 +30,7 @@ _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9
 _BEGINS_JSON = re.compile(r'\s*[\[{][\[{\s]*(?:"\w*(?:"\s*(?::|$)|$)|[\]}]|$)')
 _HEAD = b'{"op":"head",'  # how a document's file begins
 _TEXT_FILES = {"markdown": ("md", "text/markdown"), "text": ("txt", "text/plain")}
+_NAMED = 24  # characters of a text in the name of its file
 _HTML_TOP = 3  # alternatives of a token in an HTML file
 _OTHER = "this is not a document of this page nor of mikupad"
 _TEXTS = (
@@ -99,7 +100,7 @@ def export(
     Raises:
         ConfigError: the format is unknown, or it needs a node.
     """
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
+    safe = _safe(title) or "loom"
     if kind in ("json", "html"):
         records = [*document.records()]
         whole = {
@@ -122,7 +123,14 @@ def export(
     if node is None:
         raise ConfigError("node is needed: this format contains the text of one path")
     suffix, mime = _TEXT_FILES[kind]
-    return document.text(node, own=False).encode(), f"{safe}.{suffix}", mime
+    words = _safe(document.text(node).strip()[:_NAMED])  # two paths of a document get two names
+    name = "-".join(filter(None, [safe, node.id, words]))
+    return document.text(node, own=False).encode(), f"{name}.{suffix}", mime
+
+
+def _safe(name: str) -> str:
+    """Return a part of a file's name without spaces, signs and letters other than ASCII's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_.")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -146,9 +154,9 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
         data = _unpacked(match[1])
     if data.startswith(_HEAD):
         document = Document()
-        _, wrong = replay(document, data)
-        if wrong is not None:
-            raise ConfigError(f"this file of the page is damaged: {wrong}")
+        _, damage = replay(document, data)
+        if damage is not None:
+            raise ConfigError("the file is damaged at line {}: {}".format(*damage))
         return _ours(document, most, is_ours)
     try:
         text = data.decode("utf-8-sig", "surrogatepass").replace("\r\n", "\n")

@@ -22,12 +22,12 @@ _read = msgspec.json.Decoder(AnyRecord).decode
 _BAD = (msgspec.MsgspecError, LookupError, ValueError, RecursionError)
 
 
-def replay(document: Document, data: bytes) -> tuple[int, str | None]:
+def replay(document: Document, data: bytes) -> tuple[int, tuple[int, str] | None]:
     """Apply the records of a file to a document.
 
     Returns:
-        The number of applied bytes, without a last line that was cut off; and the error in the line
-        after them, or None.
+        The number of applied bytes, without a last line that was cut off; and the number of the damaged
+        line after them with what is wrong there, or None.
     """
     *lines, _ = data.split(b"\n")  # the last part is b"" if the last line is complete
     size = 0
@@ -38,7 +38,7 @@ def replay(document: Document, data: bytes) -> tuple[int, str | None]:
                 raise ValueError("the head is the first line, and only that")
             document.apply(record)
         except _BAD as error:
-            return size, f"line {number} is damaged: {error}"
+            return size, (number, str(error))
         size += len(line) + 1
     return size, None
 
@@ -55,13 +55,15 @@ class Journal:
         ConfigError: it cannot be read, or is not a journal.
 
     Attributes:
-        read_only: why nothing is written; None = the file is written.
+        read_only: why nothing is written, in a sentence; None = the file is written.
+        cause: more about that for the terminal, or "".
         error: why the last lines are not on the disk yet; None = all are.
     """
 
     def __init__(self, path: Path, document: Document, *, read_only: bool = False) -> None:
         self.path = path
-        self.read_only: str | None = "it was opened with --read-only" if read_only else None
+        self.read_only: str | None = "It was opened with --read-only." if read_only else None
+        self.cause = ""
         self.error: str | None = None
         self._document = document
         self._lines: list[bytes] = []  # not written yet
@@ -81,24 +83,26 @@ class Journal:
 
     def _open(self) -> None:
         try:
-            self._lock = self.path.with_name(f".{self.path.name}.lock").open("ab")
+            self._lock = _opened(self.path.with_name(f".{self.path.name}.lock"))
             if not _locked(self._lock):
-                self.read_only = "another process has it open"
+                self.read_only = "Another process has it open."
                 return
-            self._file = self.path.open("ab", buffering=0)
+            self._file = _opened(self.path)
         except OSError as error:
-            self.read_only = f"it cannot be written: {error.strerror or error}"
+            self.read_only = f"The file cannot be written: {error.strerror or error}."
 
     def _load(self, data: bytes) -> None:
-        size, wrong = replay(self._document, data)
+        size, damage = replay(self._document, data)
         if data and not size:
             raise ConfigError(
                 f"{self.path} was not written by the page: its first line is not a head",
                 hint="import files of other programs in the page, or name another file",
             )
         self._size = size
-        if wrong is not None:
-            self.read_only = wrong
+        if damage is not None:
+            line, self.cause = damage
+            told = "What came before is shown; export it to go on."
+            self.read_only = f"The file is damaged at line {line}. {told}"
         elif size < len(data) and self._file is not None and self.read_only is None:
             self._file.truncate(size)
 
@@ -155,6 +159,12 @@ class Journal:
             if file is not None:
                 file.close()
         self._file = self._lock = None
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file to read it and append to it. A new file is for this user only."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags, 0o600), "a+b", buffering=0)
 
 
 def _locked(file: IO[bytes]) -> bool:

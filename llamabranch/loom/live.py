@@ -44,6 +44,11 @@ Scored = Produced | TokenScore
 Work = Callable[["PageJob"], Coroutine[object, object, None]]
 
 
+def _source(token: Produced) -> str:
+    """Return the letter of a generated token's source; a grammar's only choice was forced."""
+    return "f" if token.n_allowed == 1 else _SOURCES[token.source]
+
+
 def leaves_cores(ctx: Context) -> bool:
     """Return whether decoding leaves cores to other programs."""
     return available_cores() > ctx.n_threads
@@ -342,10 +347,12 @@ class Live:
         start = len(node.ids) if at is None else at
         tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
         self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
+        al = [(isinstance(score, Produced) and score.n_allowed) or None for score in scored]
         self.document.apply(Tokens(
             id=node.id, at=start, ids=[score.token for score in scored],
             lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
             rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
+            al=al if any(al) else [],
         ))  # fmt: skip
         self.note(node, start, start + len(scored))
 
@@ -421,7 +428,7 @@ class Live:
                     node = nodes[update.job.name]
                     tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
-                        self.take(node, tokens, "".join(_SOURCES[token.source] for token in tokens))
+                        self.take(node, tokens, "".join(map(_source, tokens)))
                     if update.ended is not None:
                         seconds = perf_counter() - begun
                         self._end(job, node, update.ended, seconds, n_before[node])

@@ -132,8 +132,8 @@ class Loom(Live):
             self.add(Head(model=model.name, fingerprint=model.fingerprint))
         elif head is not None and not model.is_of(head.fingerprint):
             journal.read_only = journal.read_only or (
-                f"it was written with the model {head.model}, and this is {model.name}. To read it "
-                "with this model, import it into another document"
+                f"It was written with the model {head.model}, and this is {model.name}. To read it "
+                "with this model, import it into another document."
             )
         self.emit("model", self.model())
         self.emit("set", {"file": self.file})
@@ -189,7 +189,7 @@ class Loom(Live):
     def check_writable(self) -> None:
         """Raise HttpError if the document is read-only."""
         if self.journal.read_only is not None:
-            message = f"the document is read-only: {self.journal.read_only}"
+            message = f"The document is read-only. {self.journal.read_only}"
             raise HttpError(409, message, kind="read_only")
 
     # -- nodes -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_markdown_and_text_have_the_text_of_a_path(document: Document) -> None:
         for kind, suffix in (("markdown", ".md"), ("text", ".txt")):
             data, name, _ = formats.export(document, kind, node)
             assert data.decode() == document.text(node, own=False) and name.endswith(suffix)
+            assert name.startswith(f"loom-{node.id}") and re.fullmatch(r"[\w.-]+", name, re.ASCII)
 
 
 @given(documents())
@@ -174,7 +176,7 @@ def test_files_and_exports_are_imported_as_one_action(tmp_path: Path) -> None:
         lines = own.splitlines(keepends=True)
         damaged = b"".join([*lines[:2], b"{\n", *lines[2:]])
         told = page.api.post("/loom/import", content=damaged)
-        assert told.status_code == 400 and "line 3 is damaged" in told.text
+        assert told.status_code == 400 and "the file is damaged at line 3" in told.text
         for data, status in ((b"{" * 100, 400), (b"caf\xe9", 400), (b" " * (65 << 20), 413)):
             assert page.api.post("/loom/import", content=data).status_code == status
         with pytest.raises(ConfigError, match="at most 1 nodes"):

@@ -15,6 +15,7 @@ from serving import TARGET
 
 from llamabranch import ConfigError
 from llamabranch.cli import open as opening
+from llamabranch.cli.options import template_source
 from llamabranch.loom.document import Document, Head, Made, Tokens
 from llamabranch.loom.journal import Journal
 
@@ -123,10 +124,11 @@ OLD = [
     b'{"op":"keep","r":900,"id":"n2","name":"%s","data":{}}\n' % name
     for name in (b"compare", b"searches")
 ]
+DAMAGED = "The file is damaged at line 5. What came before is shown; export it to go on."
 # What a file became: its lines, why it is only read, and how many nodes it still has.
 FILES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str, int]] = {
     "of 0.4, with comparisons and searches": (lambda lines: lines + OLD, "", 2),
-    "damaged": (lambda lines: [*lines[:4], b"not a record\n", *lines[4:]], "line 5", 1),
+    "damaged": (lambda lines: [*lines[:4], b"not a record\n", *lines[4:]], DAMAGED, 1),
     "of another model": (
         lambda lines: [re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', lines[0]), *lines[1:]],
         "import it into another document", 2,
@@ -181,7 +183,7 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
     with Opened(tmp_path, *LEAN) as first:
         root = first.do("type", "a", text=START)["node"]["id"]
         with Paged(tmp_path) as second:
-            assert "another process" in refusal(second)
+            assert "Another process" in refusal(second)
             assert second.nodes() == [root]
         first.do("type", "b", text="more")
     with Paged(tmp_path) as third:  # it ended: the next one may
@@ -223,6 +225,12 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     assert len(read(tmp_path / FILE).nodes) == 3
 
 
+def test_files_are_for_their_user_only(tmp_path: Path) -> None:
+    Journal(tmp_path / FILE, Document()).close()
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, f".{FILE}.lock"}
+
+
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
@@ -244,6 +252,19 @@ def test_records_that_fit_nothing_change_nothing() -> None:
             document.apply(record)
     assert [*document.nodes] == ["n1"] and document.nodes["n1"].ids == []
     assert len(document.done) == 1
+
+
+def test_a_chat_template_is_given_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "turns.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    )
+    with Opened(tmp_path, *LEAN, "--chat-template", file) as process:
+        node = process.do("chat", "a", text="Hello")["node"]
+        assert node["text"].strip() == "[user] Hello\n[assistant]"
+    with pytest.raises(ConfigError, match=r"cannot read .*no.jinja: No such file"):
+        template_source(str(tmp_path / "no.jinja"))
+    assert template_source("chatml") == "chatml"
 
 
 def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:

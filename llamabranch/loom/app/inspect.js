@@ -2,7 +2,7 @@
 // The inspector: one token with its numbers and alternatives, where it came from, its branch.
 import { $, attribute, fill, h, label, percent, plural, rough, short, visible } from "./dom.js";
 import { barOf } from "./bar.js";
-import { SOURCES, looks } from "./lenses.js";
+import { SOURCES, lens, looks, sparing } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
@@ -105,7 +105,7 @@ export function drawInspector() {
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
   const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, document.documentElement.dataset.lens].join();
+    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, lens.name, sparing()].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
   const isNext = i === c.n;

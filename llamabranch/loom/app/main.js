@@ -1,7 +1,7 @@
 // @ts-check
 // The page as a whole: its actions, its state, its parts. Everything else is in the modules that it imports.
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
-import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
+import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
@@ -247,8 +247,8 @@ function showTools({ target }) {
 
 /** Put the parts together, without any request to a server. */
 export function start() {
-  radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
-  choose(LENSES[0].name);
+  radios("lenses", LENSES.map(({ name, title }) => [name, title]), keepLens);
+  choose();
   startPanes();
   const buttons = ["Type", "Edit", "Retry", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
@@ -279,7 +279,7 @@ export function start() {
   paints("tree", tree.tree);
   paints("text", startText());
   paints("where", () => $("empty").hidden && drawWhere());
-  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin))));
+  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin))));
   paints("inspect", drawInspector);
   paints("live", startLive());
   paints("minimap", tree.minimap);

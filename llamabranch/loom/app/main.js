@@ -5,16 +5,16 @@ import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { copyText, startCopy } from "./copy.js";
 import { drawMono, isMono } from "./mono.js";
-import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
+import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
-import { editTurn, go, onSubmit, reply, retry, type } from "./typing.js";
+import { editTurn, go, onSubmit, opened, reply, retry, type } from "./typing.js";
 import { begin, drawBeginning, runCard } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
@@ -48,7 +48,7 @@ function stay() {
 function drawWhere() {
   const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
-  $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
+  $("go").lastChild.textContent = keysOf(answered ? "type" : "continue")[0] ?? "";
   const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
     edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
       : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
@@ -59,15 +59,15 @@ function drawWhere() {
     if (action === "type") button.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
     if (button.title !== title) button.title = title;
   }
+  attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
-  typed.hidden = answered; // there Continue is Write a reply
+  typed.hidden = answered; // there the button beside the bar is Reply
   const c = shownPath(), last = c.turns.at(-1);
-  const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
-  const isBelow = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+  const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
-  if (was && !reply.hidden && isBelow) reply.scrollIntoView({ block: "nearest" });
+  if (was && !reply.hidden) followEnd();
   for (const id of ["bar-said", "bar-begin"]) {
     const said = sentenceOf(mode());
     if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
@@ -93,16 +93,18 @@ const inTurn = (act) => (lastTurn = lastTurn.then(act, act));
 const run = {
   ...treeMoves,
   ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
-  continue: () => go(),
+  continue: () => (opened ? opened.keep(true) : isAnswered() ? tell("The answer is complete. Enter replies, R answers again.") : go()),
   options: () => openBar(mode(), $("empty").hidden && store.current && !isAnswered() ? () => void go() : null),
   reply,
   type: () => {
+    if (opened) return opened.text.focus();
     const c = shownPath(), turn = c.turns[turnAt(c, view.cursor)];
     if (isChat(c) && isAtEnd()) return reply();
     if (isChat(c) && turn?.role !== "assistant") return run.edit();
     return type(place(), false);
   },
   edit: () => {
+    if (opened) return opened.text.focus();
     const c = shownPath();
     if (isChat(c)) return editTurn(view.cursor < 0 ? c.turns.findLastIndex(({ role }) => role !== "assistant") : turnAt(c, view.cursor));
     return type(view.cursor < 0 ? (c.owners.at(-1)?.from ?? 0) : view.cursor, true);
@@ -116,6 +118,8 @@ const run = {
     tell(count ? `${plural(count, "thought is", "thoughts are")} ${folded ? "folded" : "shown"}.` : "There is no thought here.");
   },
   stop: async () => {
+    if (opened) return opened.keep(false);
+    if (![...store.jobs.values()].some(({ state }) => state === "running")) return moveTo(-1);
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
@@ -158,8 +162,7 @@ const run = {
   copy: copyText,
   mono: () => keepSetting("mono", !isMono()),
   export: () => (keepPlace(), exportDialog()),
-  help: () => ask("Help and keys", [], "", () => {}, [
-    h("p", {}, "Keys act while the tree or the text has the focus."), keyTable()]),
+  help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },

@@ -143,7 +143,7 @@ const EVENTS = {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
     tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
-    return ["tree", "inspect", "minimap", "legend"];
+    return ["tree", "text", "inspect", "minimap", "legend"];
   },
   job: (data) => {
     store.jobs.set(data.id, data);

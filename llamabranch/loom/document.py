@@ -89,7 +89,10 @@ class Made(Record, tag="node", kw_only=True):
 
 
 class Tokens(Record, tag="tok", kw_only=True):
-    """Tokens of a node, from its own token number ``at`` on: new tokens, or new numbers of known ones."""
+    """Tokens of a node, from its own token number ``at`` on: new tokens, or new numbers of known ones.
+
+    ``al`` is how many tokens the grammar allowed at each place; [] = no grammar restricted any.
+    """
 
     id: str = ""
     at: int = 0
@@ -99,6 +102,7 @@ class Tokens(Record, tag="tok", kw_only=True):
     rk: list[int | None]
     src: str
     top: list[Raw]
+    al: list[int | None] = []
 
 
 class Pieces(Record, tag="voc", kw_only=True):
@@ -169,6 +173,7 @@ class Node(TextNode):
     rk: list[int | None] = field(default_factory=list)
     src: list[str] = field(default_factory=list)
     top: list[Raw] = field(default_factory=list)
+    al: list[int | None] = field(default_factory=list)
     ended: Ended | None = None
     hidden: bool = True  # until its record is applied
     bookmark: bool = False
@@ -224,9 +229,10 @@ class Node(TextNode):
     def record(self, a: int, b: int | None = None) -> Tokens:
         """Return its own tokens from ``a`` to ``b`` as a record."""
         cut = slice(a, b)
+        al = self.al[cut]
         return Tokens(
             id=self.id, at=a, ids=self.ids[cut], lp=self.lp[cut], h=self.h[cut], rk=self.rk[cut],
-            src="".join(self.src[cut]), top=self.top[cut],
+            src="".join(self.src[cut]), top=self.top[cut], al=al if any(al) else [],
         )  # fmt: skip
 
 
@@ -325,12 +331,13 @@ class Document:
     def put(node: Node, new: Tokens) -> None:
         """Put tokens into a node: append them, or replace known ones."""
         # The ids come last, so that no thread reads an id whose numbers are missing.
-        columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
-        is_whole = all(len(getattr(new, name)) == n for name in columns)
+        columns, n = ("al", "lp", "h", "rk", "src", "top", "ids"), len(new.ids)
+        is_whole = all(len(getattr(new, name)) == n for name in columns[not new.al :])
         if not 0 <= new.at <= len(node.ids) or not is_whole:
             raise ValueError(f"tokens of {node.id} do not fit")
+        known = [*node.al[new.at : new.at + n], *[None] * n][:n]
         for name in columns:
-            getattr(node, name)[new.at : new.at + n] = getattr(new, name)
+            getattr(node, name)[new.at : new.at + n] = getattr(new, name) or known
 
     def name(self, i: int = 0) -> str:
         """Return the name of the next node, or of the ``i``-th node after it."""
@@ -436,7 +443,9 @@ class Document:
     def columns(self, node: Node, a: int, b: int, *, top: bool) -> dict[str, object]:
         """Return own tokens of a node from ``a`` to ``b``."""
         cut, pieces = slice(a, b), self.pieces
-        columns: dict[str, object] = {n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk")}
+        columns: dict[str, object] = {
+            n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk", "al")
+        }
         columns |= {"node": node.id, "at": node.at + a, "src": "".join(node.src[cut])}
         columns["text"] = [pieces[token] for token in node.ids[cut]]
         if top:

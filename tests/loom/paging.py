@@ -225,7 +225,7 @@ class Paged(Serving):
         at = 0 if whole else nodes["at"][nodes["id"].index(node)]
         found = self.get("/loom/tokens", node=node, **{"from": at}, **more).json()
         parts = found.pop("parts")
-        for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):
+        for name in ("ids", "lp", "h", "rk", "al", "text", *(("top",) if "top" in more else ())):
             found[name] = [value for part in parts for value in part[name]]
         found |= {"at": at, "node": found["nodes"][-1]}
         return found | {"src": "".join(part["src"] for part in parts)}

@@ -24,6 +24,7 @@ from browsing import (
     told,
     tree_file,
     typed,
+    violations,
     visiting,
     written,
 )
@@ -68,7 +69,7 @@ def test_first_half_minute(page: Page) -> None:
     current = page.locator("[data-alternative][aria-current]")
     assert current.get_attribute("data-alternative") == word
     page.keyboard.press("v")
-    assert lens_of(page) == "entropy"
+    assert lens_of(page) == "probability"
 
 
 def test_bytes_that_are_no_text_can_be_told_apart(page: Page) -> None:
@@ -116,7 +117,7 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     told(page, "#found", "[1-9]")
     for key in ("Enter", "Escape", "?"):
         page.keyboard.press(key)
-    assert page.locator("dialog table.keys tr").count() > 30
+    assert page.locator("dialog .keys dd").count() > 30
     page.keyboard.press("Escape")
     page.locator("#tree:focus").wait_for()  # where the dialog was opened
 
@@ -167,6 +168,74 @@ def test_what_differs_between_batches_only_is_not_shown(page: Page) -> None:
     script = "all => import('/app/dom.js').then(dom => all.map(dom.percent))"
     said = ["4 %", "4 %", "47 %", "10 %", "0.4 %", "< 0.001 %", "> 99 %", "100 %", "100 %"]
     assert page.evaluate(script, numbers) == said
+
+
+def painted(page: Page) -> list[bool]:
+    """Tell which tokens of the text have a colour, hatching or a cue."""
+    return list(page.locator("#text [data-token]").evaluate_all(
+        "all => all.map(each => /\\bb[x\\d]/.test(each.className) || 'cue' in each.dataset)"
+    ))  # fmt: skip
+
+
+def test_a_text_opens_plain_and_numbers_paint_the_words_of_the_model(page: Page) -> None:
+    begin(page)
+    assert lens_of(page) == "plain"
+    assert page.locator("#after :is(.b1, .b2, .b3, .b4, .bx, [data-cue])").count() == 0
+    assert not page.locator("#legend").is_visible() and not any(painted(page))
+    page.locator(".shoot").first.click()
+    idle(page)
+    n = len(tokens(page))
+    assert not any(painted(page))
+    page.locator("#text [data-token]").nth(4).hover()
+    page.locator("#token-pane[data-position='4'] [data-alternative]").nth(9).wait_for()
+    own = page.evaluate(
+        "import('/app/store.js').then(({store}) => store.nodes.get(store.current).at)"
+    )
+    press(page, "v", at="#text")
+    page.reload()  # the browser keeps the lens
+    idle(page)
+    assert lens_of(page) == "probability"
+    assert painted(page) == [False] * own + [True] * (n - own)
+    counts = page.locator("#legend small").all_inner_texts()
+    assert sum(int(count or 0) for count in counts) == n - own
+    words = page.locator("#legend button", has_text="all words")
+    words.click()
+    idle(page)
+    assert all(painted(page)) and words.get_attribute("aria-pressed") == "true"
+    assert violations(page) == []
+    words.click()
+    press(page, "v", "v", "v", at="#text")
+    assert lens_of(page) == "source" and all(painted(page)) and not words.is_visible()
+    shown(page, "A text that the model has no part in")
+    press(page, "V", "V", "V", at="#text")
+    assert lens_of(page) == "probability" and all(painted(page)) and not words.is_visible()
+
+
+def test_endings_are_whole_and_the_word_that_tells_them_apart_is_marked(page: Page) -> None:
+    node = shown(page, "The old king")
+    long = " woke" + " and sang of a day by the sea" * 8
+    ends = [" slept all night.", " slept all day.", long]
+    made = [do(page, "type", node=node, text=text)["node"]["id"] for text in ends]
+    idle(page)
+    show(page, made[0])  # so that there are numbers
+    show(page, node)
+    shoots = page.locator(".shoot")
+    page.wait_for_function("() => document.querySelectorAll('.turning[data-share]').length === 3")
+    assert shoots.evaluate_all("all => all.map(each => each.textContent)") == [
+        text.strip() for text in ends
+    ]
+    turning = [shoots.nth(i).locator(".turning").all_inner_texts() for i in range(3)]
+    assert ["".join(words).strip() for words in turning] == ["night", "day", "woke"]
+    for i, name in enumerate(made):
+        lps = [
+            lp for part in asked(page, f"/loom/tokens?node={name}")["parts"] for lp in part["lp"]
+        ]
+        said = "lp => import('/app/dom.js').then(dom => dom.percent(Math.exp(lp)))"
+        percent = page.evaluate(said, lps[(5, 5, 3)[i]])
+        assert shoots.nth(i).locator("[data-share]").get_attribute("data-share") == percent
+    shoots.nth(2).click()
+    idle(page)
+    assert chosen(page) == made[2]
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
@@ -347,7 +416,7 @@ def test_exported_file_works_from_disk_without_a_request(
         page.locator("#text [data-token]").last.hover()
         page.locator("[data-alternative]").first.wait_for()
         page.locator("#text").press("v")
-        assert lens_of(page) == "entropy"
+        assert lens_of(page) == "probability"
         page.locator("#text").press("g")
         told(page, "#status", "no model")
         page.locator("#fold").click()

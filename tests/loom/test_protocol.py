@@ -294,3 +294,17 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
     with Paged(tmp_path) as page:
         assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
+
+
+def test_a_grammar_tells_how_many_tokens_it_allowed(page: Paged, root: Any) -> None:
+    name = {"name": {"enum": ["Anna", "Annabel"]}}
+    schema = {"type": "object", "properties": name, "required": ["name"]}
+    made = page.grow(root["id"], json_schema=schema, max_tokens=30, seed="3")
+    told = page.tokens(made["id"], top=1)
+    assert told["node"]["reason"] == "stop" and min(told["al"]) == 1 < max(told["al"])
+    for allowed, src in zip(told["al"], told["src"], strict=True):
+        assert (src == "f") == (allowed == 1)
+    heard = [n for event in page.of("tokens", node=made["id"]) for n in event["al"]]
+    assert heard == told["al"]
+    assert told["top"][0][0][0] != told["ids"][0]  # the model wanted no object here
+    assert {*page.tokens(page.grow(root["id"])["id"])["al"]} == {None}

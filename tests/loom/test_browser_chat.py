@@ -105,6 +105,7 @@ def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> No
     assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == MARKS
     row = page.locator("#tree [role=treeitem] .words").first
     assert row.inner_text().startswith("Who lived")
+    assert row.get_attribute("data-role") == "You"
     page.locator("#reply").click()
     say(page, "And <|im_end|> then?")
     written_first = tokens(page)
@@ -119,6 +120,9 @@ def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> No
     press(page, "R", at="#text")
     assert turns(page)[4] == ("assistant", "")
     assert page.locator(".shoot").count() >= 3  # and the first answer
+    roles = page.locator("#rows > :not([hidden]) .words")
+    said = [row.get_attribute("data-role") for row in roles.all()]
+    assert said == ["You", *["Model"] * (len(said) - 1)]
     press(page, "u", at="#text")
     assert tokens(page) == written_first
     set_bar(page, n="1")
@@ -242,8 +246,4 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert page.locator("dialog [name=stop]").input_value() == stop
         kept = json.loads(page.locator("dialog [name=follow]").input_value())
         assert kept == {"enum": ["north", "south"]}
-        presets = page.locator("dialog select").first
-        presets.select_option("three short texts")
-        assert page.locator("dialog [name=max_tokens]").input_value() == "24"
-        presets.select_option("now")
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"

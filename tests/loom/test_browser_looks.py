@@ -1,12 +1,22 @@
-"""Who can read it: contrast, axe-core, forced colours, no motion, 200 percent, 400 pixels."""
+"""What one sees: rows, matches of a search; who can read it: contrast, axe-core, no motion."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import CONTRAST, begin, idle, state, violations, visiting
+from browsing import (
+    CONTRAST,
+    asked,
+    begin,
+    idle,
+    state,
+    told,
+    violations,
+    visiting,
+)
 from paging import Opened
 
 if TYPE_CHECKING:
@@ -29,6 +39,66 @@ def page(chromium: Browser, served: Opened, request: pytest.FixtureRequest) -> I
         opened.locator("[role=treeitem]").nth(1).click()
         idle(opened)
         yield opened
+
+
+def written(page: Page, *texts: str) -> list[str]:
+    """Write a text and texts that follow it; show the first, and return the names of all."""
+    nodes: list[str] = []
+    for text in texts:
+        body = {"op": "type", "cid": page.evaluate("crypto.randomUUID()"), "text": text}
+        body |= {"node": nodes[0]} if nodes else {}
+        nodes.append(asked(page, "/loom/do", json.dumps(body))["node"]["id"])
+    script = """node => import("/app/store.js").then(({store, select}) => {
+        if (store.nodes.has(node)) select(node);
+        return store.current === node; })"""
+    page.wait_for_function(script, arg=nodes[0])
+    idle(page)
+    return nodes
+
+
+def test_rows_begin_where_siblings_differ(chromium: Browser, served: Opened) -> None:
+    with visiting(chromium, served) as page:
+        ends = " and he slept very well", " and he slept very badly", " in a castle"
+        nodes = written(page, "There was a king", *ends)
+        rows = [page.locator(f"[data-node={node}] .words") for node in nodes]
+        for row, words in zip(rows[1:], ("… well", "… badly", "in a castle"), strict=True):
+            assert row.inner_text() == words
+        few = rows[1].evaluate("row => row.parentElement.offsetHeight")
+        nodes += written(page, *(f"Tale number {i}" for i in range(30)))
+        rows[1].scroll_into_view_if_needed()
+        assert rows[1].evaluate("row => row.parentElement.offsetHeight") < few
+
+
+def found(page: Page, which: str = ".found") -> list[str]:
+    """Return the marked tokens, matches that follow each other as one text."""
+    script = """all => all.map((each, i) =>
+        (each.previousSibling === all[i - 1] ? "+" : "/") + each.textContent).join("")"""
+    marked = str(page.locator(f"#text {which}").evaluate_all(script))
+    return marked.replace("+", "").split("/")[1:]
+
+
+def test_a_search_marks_every_token_of_every_match(chromium: Browser, served: Opened) -> None:
+    with visiting(chromium, served) as page:
+        written(page, "The old king said: an old king am I, and no old queen.")
+        page.locator("#find").fill("old king")
+        told(page, "#found", "^2$")
+        page.wait_for_function("document.querySelectorAll('#text .found').length > 3")
+        assert [text.strip() for text in found(page)] == ["old king"] * 2
+        assert found(page, ".now") == []
+        page.locator("#find").press("Enter")
+        told(page, "#found", "^1 / 2$")
+        idle(page)
+        assert len(found(page, ".now")) == 1
+        first = page.locator("#text .now").first.get_attribute("data-token")
+        page.locator("#find").press("Enter")
+        idle(page)
+        assert page.locator("#text .now").first.get_attribute("data-token") != first
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            measured = page.evaluate(CONTRAST, ["#text .found"])
+            assert min(ratio for _, ratio, _ in measured) >= 4.5
+        page.locator("#find").fill("")
+        page.locator("#text .found").first.wait_for(state="detached")
 
 
 def choose(page: Page, lens: str) -> None:

@@ -96,11 +96,11 @@ export function keepSetting(name, value) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
-  redraw(["state", "minimap", "legend"]);
+  redraw(["state", "legend"]);
 }
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
-export const view = { cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
+export const view = { sought: "", /** @type {number[]} the match that was gone to, as positions */ match: [-1, -1], cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
   /** where the reader continues after a new branch: the inspector and the arrow keys begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -126,7 +126,7 @@ export function select(id, to = null) {
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, reading: -1 });
-  redraw(["place", "tree", "live", "minimap", "legend"]);
+  redraw(["place", "tree", "live", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */
@@ -300,14 +300,26 @@ export const texts = (/** @type {Piece[]} */ all) => wholeCharacters(all.map((pi
 export const pieceText = (piece) => Array.isArray(piece) && texts([piece])[0].includes("\ufffd")
   ? piece.map((byte) => byte < 128 ? String.fromCharCode(byte) : "\\x" + byte.toString(16)).join("") : texts([piece])[0];
 
+/** Where a text occurs in consecutive texts: its first and last one, and its place in all of them joined. @param {string[]} words @param {string} q
+ * @returns {Generator<[number, number, number]>} */
+export function* occurrences(words, q) {
+  const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
+  let i = 0, end = words[0]?.length ?? 0; // of word i
+  const at = (/** @type {number} */ place) => {
+    while (end <= place) end += words[++i].length;
+    return i;
+  };
+  for (const { index, 0: { length } } of q ? words.join("").matchAll(wanted) : []) yield [at(index), at(index + length - 1), index];
+}
+
 /** The state of the page, the most pressing first. @param {{session: boolean, connected: boolean}} net */
 export function stateOf(net) {
   const { doc, jobs } = store;
   const running = [...jobs.values()].filter((job) => job.state === "running");
   /** @type {Record<string, any>} */ const states = {
-    "no-session": !net.session, "connection-lost": !net.connected, "disk-error": doc.file.error,
+    "no-session": !net.session, "connection-lost": !net.connected,
     "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
-    generating: running.length, "read-only": doc.file.read_only,
+    generating: running.length, "disk-error": doc.file.error, "read-only": doc.file.read_only,
   };
   return Object.keys(states).find((name) => states[name]) ?? "ready";
 }

@@ -319,11 +319,11 @@ def opened(document: Document, model: Model, node: Node, at: int, thinking: Choi
         new = write(model, talk.thinking(model, thinking), ids, turns[:-1])
     ids = [*ids[: new.at], *new.ids]
     more = plan_thinking(model, ids, thinking, has_calls=bool(tools))[0][len(ids) :]
-    if not more or at > turn.begin:
-        return new._replace(ids=more)
-    begin = new.turns[-1].at if new.turns else turn.at
-    last = Turn("assistant", begin, len(ids) + len(more))
-    return new._replace(ids=[*new.ids, *more], turns=[*new.turns[:-1], last])
+    if more and at <= turn.begin:
+        begin = new.turns[-1].at if new.turns else turn.at
+        opening = Turn("assistant", begin, len(ids) + len(more))
+        new = new._replace(turns=[*new.turns[:-1], opening])
+    return new._replace(ids=[*new.ids, *more])
 
 
 def _word(model: Model, token: int) -> bytes:

@@ -314,3 +314,46 @@ def test_a_chat_thinks_or_does_not_as_the_bar_says(page: Paged, tmp_path: Path) 
             assert "does not think" in error["message"]
             cannot.do("bar", 400, set={"chat": {"thinking": thinking}})
         assert cannot.grow(sent["id"], thinking=False, max_tokens=3)
+
+
+@pytest.mark.parametrize("spaces", [False, True])
+def test_a_tools_result_keeps_the_call_as_the_model_wrote_it(page: Paged, spaces: bool) -> None:
+    call = CALL.replace('": ', '" :  ').replace("\n", "") if spaces else CALL
+    begun = chat(page, text=ASKED, tools=TOOLS)
+    wrote = answered(page, begun, f"I look.{call}")
+    ids = page.tokens(wrote["id"], whole=True)["ids"]
+    result = chat(page, node=wrote["id"], role="tool", text="a fox")
+    assert result["at"] == len(ids)
+    said = turns(page, result["id"])
+    assert said[-3:] == [("assistant", f"I look.{call}"), ("tool", "a fox"), ("assistant", "")]
+    text = page.loom.document.written(page.tokens(result["id"], whole=True)["ids"])
+    assert text.endswith(
+        f"{call}<|im_end|>\n<|im_start|>tool\na fox<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_schema_runs_over_the_whole_answer(page: Paged) -> None:
+    begun = chat(page, text=ASKED)
+    schema = {"enum": ["north wind", "south wind"]}
+    fields: dict[str, Any] = {
+        "json_schema": schema,
+        "max_tokens": 20,
+        "seed": "5",
+        "thinking": False,
+    }
+    made = page.grow(begun["id"], **fields)
+    told = page.tokens(made["id"], top=1)
+    start = next(i for i, n in enumerate(told["al"]) if n)
+    text = "".join(map(str, told["text"][start:]))
+    assert text in ('"north wind"', '"south wind"')
+    cut = page.grow(made["id"], at=made["at"] + start + 3, **fields)
+    assert turns(page, cut["id"])[-1][1].rpartition("\n")[2] in ('"north wind"', '"south wind"')
+    wrong = page.tokens(begun["id"])["ids"][0]
+    for op in ("fork", "continue"):
+        node = made if op == "fork" else answered(page, begun, "I think")
+        before = page.nodes()
+        at = {"at": made["at"] + start + 1, "token": wrong} if op == "fork" else {}
+        refused = page.do(op, 400, node=node["id"], **at, **fields)["error"]["message"]
+        assert refused.startswith("the schema does not allow `")
+        assert refused.endswith("here" if op == "fork" else "in what is written so far")
+        assert page.nodes() == before

@@ -273,9 +273,9 @@ class Loom(Live):
                 case Made():
                     record.parent = record.parent and names[record.parent]
                 case Tokens():
-                    self.service.model.check_tokens(record.ids)
-                    named = (t for raw in record.top for t, _ in decoded(raw))
-                    records += self.document.learn(self.service.model, [*record.ids, *named])
+                    ids = [*record.ids, *(t for raw in record.top for t, _ in decoded(raw))]
+                    self.service.model.check_tokens(ids)
+                    records += self.document.learn(self.service.model, ids)
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]

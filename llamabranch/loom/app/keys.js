@@ -24,6 +24,7 @@ export const ACTIONS = [
   ["retry", "", "answer again, in a chat", ["R"]],
   ["thoughts", "", "show or fold thoughts", ["t"]],
   ["stop", "", "stop", ["Escape"]],
+  ["compare", "", "two branches side by side", ["d"]],
   ["lens", "", "the next lens", ["v"]],
   ["lensBack", "", "the previous lens", ["V"]],
   ["ghosts", "", "show or hide rejected drafts", ["x"]],

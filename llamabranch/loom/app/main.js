@@ -5,11 +5,12 @@ import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, foldThoughts, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
+import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
@@ -61,6 +62,7 @@ function drawWhere() {
   }
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
+  $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
   typed.hidden = answered; // there Continue is Write a reply
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
@@ -116,9 +118,11 @@ const run = {
     tell(count ? `${plural(count, "thought is", "thoughts are")} ${folded ? "folded" : "shown"}.` : "There is no thought here.");
   },
   stop: async () => {
+    if (besides().other && stateOf(net) !== "generating") return putBeside();
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
+  compare: putBeside,
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
@@ -247,7 +251,7 @@ export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), keepLens);
   choose();
   startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Stop"];
+  const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
     "data-model": title === "Stop" ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
@@ -274,7 +278,8 @@ export function start() {
     staying(stay);
   });
   paints("tree", tree.tree);
-  paints("text", startText());
+  const text = startText(), beside = startBeside();
+  paints("text", () => (beside(), text()));
   paints("where", () => $("empty").hidden && drawWhere());
   paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin))));
   paints("inspect", drawInspector);

@@ -23,7 +23,10 @@ function keptPath() {
   let path = pathOf(null, null);
   let drawn = "";
   return (id, end) => {
-    const key = pieces(id, end).map(({ id: owner, to }) => `${owner}:${to}:${store.nodes.get(owner)?.tokens.version}`).join();
+    const key = pieces(id, end).map(({ id: owner, to }) => {
+      const { tokens, reason } = /** @type {import("./store.js").Node} */ (store.nodes.get(owner));
+      return `${owner}:${to}:${tokens.version}:${reason}`;
+    }).join();
     if (key !== drawn) [path, drawn] = [pathOf(id, end), key];
     return path;
   };
@@ -101,7 +104,6 @@ function matchesIn(c) {
 /** A view of a part of a path in a listbox. Blocks near the view have text, and the tokens in view are elements.
  * @param {any} box @param {string} prefix of the tokens' ids @param {() => [Path, number, number]} shows the path, and the positions */
 export function textView(box, prefix, shows) {
-  const scroller = $("text").parentElement;
   /** @type {any[]} elements with the tokens that they stand for */ const blocks = [];
   /** @type {Map<number, any>} */ let elements = new Map();
   /** @type {Path | null} */ let drawn = null;
@@ -178,11 +180,10 @@ export function textView(box, prefix, shows) {
     const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, sparing(), folded, rounds].join();
     if (!moved && c === drawn && range === `${from} ${to}` && looks === looked) return;
     const anew = c !== drawn || range !== `${from} ${to}` || width !== box.clientWidth;
-    const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     isShort = to - from <= view.limit;
     if (anew) cut(c, from, to);
     [drawn, range, width, looked] = [c, `${from} ${to}`, box.clientWidth, looks];
-    const { top, bottom } = scroller.getBoundingClientRect();
+    const { top, bottom } = scroller().getBoundingClientRect();
     const isNear = (/** @type {DOMRect} */ place, /** @type {number} */ margin) =>
       place.bottom > top - margin && place.top < bottom + margin;
     const places = blocks.map((block) => block.getBoundingClientRect());
@@ -206,7 +207,6 @@ export function textView(box, prefix, shows) {
       else if (run.firstElementChild || run.textContent !== textOf(c, run)) run.textContent = textOf(c, run);
     });
     elements = kept;
-    if (anew && atEnd && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
     if (anew && !isShort) draw(); // draw again with the measured heights
     attribute($("text"), "aria-activedescendant", $(`t${view.cursor}`) ? `t${view.cursor}` : null);
   }
@@ -224,13 +224,30 @@ export function textView(box, prefix, shows) {
     elements.get(i)?.scrollIntoView({ block: "nearest" });
   }
 
-  scroller.addEventListener("scroll", () => draw(), { passive: true });
   const made = { draw, reveal };
   views.push(made);
   return made;
 }
 
 const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));
+
+const scroller = () => $("text").parentElement;
+let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
+const below = () => scroller().scrollHeight - scroller().scrollTop - scroller().clientHeight; // px of text below the view
+
+/** Keep the end in view if the reader follows it. */
+export function followEnd() {
+  if (follows && view.cursor < 0 && view.typingAt < 0 && !view.beside) scroller().scrollTop = scroller().scrollHeight;
+  top = scroller().scrollTop;
+  $("to-end").hidden = view.typingAt >= 0 || below() < 60;
+}
+
+/** Follow what is written at a position, if that is in view; without one: go to the end. @param {number} [at] */
+export function attend(at) {
+  const { top: above, bottom } = scroller().getBoundingClientRect(), place = at && $(`t${at - 1}`)?.getBoundingClientRect();
+  if (!at || (place && place.bottom > above && place.top < bottom)) follows = true;
+  if (at == null) moveTo(-1), redraw(["text"]);
+}
 
 /** Fold or unfold thoughts, all of the path if none is given. @param {import("./turns.js").Part[]} [parts] */
 export function foldThoughts(parts = partsOf(shownPath())) {
@@ -340,7 +357,14 @@ export function startText() {
     },
   });
   set($("token-pane"), { onmouseleave: () => rest(-1) });
-  new ResizeObserver(() => drawViews(true)).observe(box.parentElement);
+  const drawn = () => (drawViews(true), followEnd());
+  new ResizeObserver(drawn).observe(scroller());
+  scroller().addEventListener("scroll", () => {
+    if (below() < 2) follows = true;
+    else if (scroller().scrollTop < top) follows = false;
+    drawn();
+  }, { passive: true });
+  $("to-end").onclick = () => attend();
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
@@ -348,6 +372,7 @@ export function startText() {
       .some((node) => ["sampled", "taken"].includes(node?.kind)));
     drawShoots();
     drawViews(false);
+    followEnd();
   };
 }
 

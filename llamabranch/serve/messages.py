@@ -48,7 +48,9 @@ async def json_of(request: Request, kind: type[T]) -> T:
 
 def in_words(error: msgspec.ValidationError) -> str:
     """Return what is wrong with a field, as a person would say it; ranges are left as they are."""
-    message, _, place = _REFUSED.sub(r"\1 is not supported", str(error)).partition(" - at `")
+    if (message := _REFUSED.sub(r"\1 is not supported", str(error))) != str(error):
+        return message
+    message, _, place = message.partition(" - at `")
     field = place.removeprefix("key in ").rstrip("`").removeprefix("$").removeprefix(".")
     if match := _EXPECTED.fullmatch(message):
         kinds = [_KINDS.get(kind, kind) for kind in match[1].split(" | ")]

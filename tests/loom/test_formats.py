@@ -134,7 +134,7 @@ BAD: dict[str, list[object]] = {
     "^record 2: the field `src` is missing$": [own(NODE, {k: v for k, v in TOK.items() if k != "src"})],
     "^record 2: the tokens of `a` do not fit$": [own(NODE, {**TOK, "ids": [1, 1]})],
     "^record 1: `id` is a list, not a text$": [own({**NODE, "id": ["a"]})],
-    "^record 1: `op`: 'nod' is not supported$": [own({**NODE, "op": "nod"})],
+    "^record 1: 'nod' is not supported - at `\\$.op`$": [own({**NODE, "op": "nod"})],
     "^node `a`: the file has no text for token 1$": [own(NODE, TOK)],
     "^node `a`: `top`: this is a text, not a list$": [own(NODE, VOC, {**TOK, "top": ["b"]})],
     "damaged": [b'<script type="application/json" id="loom-data">AAAA</script>'],

@@ -5,20 +5,19 @@ import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
+import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
-import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
-import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
+import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
 import { editTurn, go, onSubmit, opened, reply, retry, type } from "./typing.js";
 import { begin, drawBeginning, runCard } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
-import { showPane, startPanes, widen } from "./panes.js";
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
@@ -62,6 +61,7 @@ function drawWhere() {
   attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
+  $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
   typed.hidden = answered; // there the button beside the bar is Reply
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
@@ -119,10 +119,11 @@ const run = {
   },
   stop: async () => {
     if (opened) return opened.keep(false);
-    if (![...store.jobs.values()].some(({ state }) => state === "running")) return moveTo(-1);
+    if (![...store.jobs.values()].some(({ state }) => state === "running")) return besides().other ? putBeside() : moveTo(-1);
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
+  compare: putBeside,
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
@@ -160,7 +161,7 @@ const run = {
   }),
   find: () => $("find").focus(),
   copy: copyText,
-  mono: () => keepSetting("mono", !isMono()),
+  mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
@@ -187,9 +188,10 @@ export function drawState() {
   const state = stateOf(net);
   if (["ready", "disk-error"].includes(state) && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
-  const { theme, widths } = store.settings;
+  const { theme, mono = false } = store.settings;
+  root.toggleAttribute("data-mono", mono);
+  for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
-  for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { model } = doc;
   pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
@@ -252,10 +254,11 @@ function showTools({ target }) {
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), keepLens);
   choose();
-  startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Stop"];
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], showPane);
+  showPane("text");
+  const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": title === "Stop" ? null : "" }, title, " ",
+    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
@@ -273,26 +276,25 @@ export function start() {
   onSubmit($("system"), begin);
   $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   startFind();
-  const tree = startTree();
   paints("state", drawState);
   paints("place", () => {
     $("turn-tools").hidden = true;
     staying(stay);
   });
-  paints("tree", tree.tree);
-  paints("text", startText());
+  const text = startText(), beside = startBeside();
+  paints("tree", startTree());
+  paints("text", () => (beside(), text()));
   paints("where", () => $("empty").hidden && drawWhere());
-  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin))));
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin)));
   paints("inspect", drawInspector);
   paints("live", startLive());
-  paints("minimap", tree.minimap);
   listeners.push((name, { state, node }) => {
     if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);
-  prefersDark.onchange = () => redraw(["state", "minimap"]);
+  prefersDark.onchange = () => redraw(["state"]);
   redraw(["state"]);
 }
 

@@ -93,7 +93,7 @@ export async function fetchDoc() {
   const doc = await get("/loom/doc");
   putDoc(doc);
   net.session = net.connected = true;
-  redraw(["state", "tree", "text", "inspect", "live", "minimap", "legend"]);
+  redraw(["state", "tree", "text", "inspect", "live", "legend"]);
   return doc;
 }
 
@@ -143,7 +143,7 @@ const EVENTS = {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
     tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
-    return ["tree", "text", "inspect", "minimap", "legend"];
+    return ["tree", "text", "inspect", "legend"];
   },
   job: (data) => {
     store.jobs.set(data.id, data);

@@ -96,11 +96,13 @@ export function keepSetting(name, value) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
-  redraw(["state", "minimap", "legend"]);
+  redraw(["state", "legend"]);
 }
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
 export const view = { sought: "", /** @type {number[]} the match that was gone to, as positions */ match: [-1, -1], cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
+  /** the end of a branch that is shown beside the text, and whether the mouse is in it
+   * @type {string | null} */ beside: null, side: false,
   /** where the reader continues after a new branch: the inspector and the arrow keys begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -126,7 +128,7 @@ export function select(id, to = null) {
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, reading: -1 });
-  redraw(["place", "tree", "live", "minimap", "legend"]);
+  redraw(["place", "tree", "live", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */

@@ -14,8 +14,8 @@ from ..serve.service import Service
 from .document import AnyRecord, Document, Ended, Made, Tokens
 from .live import MOST_TOP, scored_tokens, source_of
 
-_BEGINNING, _END = "Once upon a time there was a king who lived in a", " kitchen."
-_SEED, _N, _TOKENS = 3, 3, 12
+_BEGINNING, _END = "There was once a king who lived in a", " kitchen."
+_SEED, _N, _TOKENS = 7, 3, 12
 _NAMES = [f"loom-example-{i}" for i in range(1 + _N)]  # of the requests
 
 

@@ -15,7 +15,7 @@ import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
 import { editTurn, go, onSubmit, reply, retry, type } from "./typing.js";
-import { begin, drawBeginning, runCard } from "./first.js";
+import { begin, drawBeginning } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
 import { showPane, startPanes, widen } from "./panes.js";
@@ -160,6 +160,10 @@ const run = {
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, [
     h("p", {}, "Keys act while the tree or the text has the focus."), keyTable()]),
+  exact: () => ask("Exact replay is off", [], "", () => {}, [
+    h("p", {}, "The same seed can write another text while other texts are written, because numbers are then rounded in another order."),
+    h("p", {}, "Start with ", h("code", {}, `llamabranch open ${store.doc.model?.name} -S exact=true`),
+      " to turn it on. Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
@@ -192,8 +196,8 @@ export function drawState() {
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
-  fill($("model"), model && h("span", {}, visible(model.name)),
-    model?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
+  $("model").textContent = visible(model?.name ?? "");
+  $("exact").hidden = model?.exact !== false || exported();
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const message = {
@@ -226,7 +230,7 @@ export function drawState() {
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
   if (!empty) drawWhere();
-  else fill($("bar-begin"), sentenceOf(begins()), " ", h("kbd", {}, keysOf("options")[0] ?? ""));
+  else set($("bar-begin"), { textContent: doc.bars?.[begins()] ? sentenceOf(begins()) : "Settings", title: `How it goes on: ${sentenceOf(begins())}` });
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */
@@ -252,11 +256,8 @@ export function start() {
     "data-model": title === "Stop" ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
-    const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
-    const { action, card } = button?.dataset ?? {};
+    const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};
     if (action) run[action]();
-    if (!card) return;
-    void runCard(card, button.value);
   });
   $("turn-tools").append(...[["Edit", editTurn], ["Answer again", retry]].map(([title, what]) =>
     h("button", { type: "button", onclick: () => /** @type {any} */ (what)(Number($("turn-tools").dataset.turn)) }, title)));
@@ -265,7 +266,6 @@ export function start() {
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
-  $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   startFind();
   const tree = startTree();
   paints("state", drawState);

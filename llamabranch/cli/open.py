@@ -80,7 +80,7 @@ def open(
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
-    path = loom.journal.path
+    path, loom.journal.complain = loom.journal.path, console.note
     link = show_link(loom.guard, server.url, console, url=server.url, file=str(path))
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {loom.guard.key}")

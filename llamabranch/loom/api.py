@@ -36,7 +36,7 @@ def front_of(loom: Loom) -> Front:
 
     async def do(call: Request) -> Response:
         body = await operations.do(await json_of(call, Do))
-        status = 200 if body.get("job") is None else 202
+        status = 507 if "error" in body else 200 if body.get("job") is None else 202
         return reply(body, status)
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -163,9 +163,9 @@ async def _import(loom: Loom, call: Request) -> Response:
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
     nodes = loom.make(await asyncio.to_thread(loom.copied, content))
-    await loom.confirm()
+    error = await loom.confirm()
     roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    return reply({"nodes": roots, "count": len(nodes)})
+    return reply({"nodes": roots, "count": len(nodes), **error}, 507 if error else 200)
 
 
 _ROUTES: dict[str, Handler] = {

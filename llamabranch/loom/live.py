@@ -139,7 +139,9 @@ class Live:
         self._unsent: dict[Node, tuple[int, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._sent = self._written = self._synced = 0.0
+        self._saver: asyncio.TimerHandle | None = None
+        self._sent = self._synced = 0.0
+        self._told: dict[str, object] = {}  # the state of the file
 
     @property
     def service(self) -> Service:
@@ -210,28 +212,56 @@ class Live:
     def add(self, *records: Record) -> None:
         """Add records to the document and its file, after the tokens that came before."""
         self.send_tokens()
+        self.keep(*records)
+
+    def keep(self, *records: Record) -> None:
+        """Add records to the document; they are written within 0.1 s and synced within a second."""
         for record in records:
             self.journal.add(record)
+        self._save_soon()
 
-    async def confirm(self) -> None:
-        """Write and sync all records. Raises HttpError if that fails; the records are kept."""
-        before = self.journal.error
+    def _save_soon(self) -> None:
+        if self._saver is None and self.journal.waits:
+            self.tell_file()
+            wait = _SYNC_S if self.journal.error else _WRITE_S
+            self._saver = asyncio.get_running_loop().call_later(wait, self._save)
+
+    def _save(self) -> None:
+        self._saver, now = None, perf_counter()
+        self.journal.write()
+        if now - self._synced >= _SYNC_S:
+            self._synced = now
+            asyncio.get_running_loop().run_in_executor(None, self.journal.sync)
+        self._save_soon()
+        self.tell_file()
+
+    async def confirm(self) -> dict[str, object]:
+        """Write and sync all records; return {}, or an error if that fails. The records are kept."""
         if self.journal.write():
             await asyncio.to_thread(self.journal.sync)
-        if before != self.journal.error:
-            self.emit("set", {"file": self.file})
-        if self.journal.error is not None:
-            message = f"{self.journal.error}; nothing is lost: the page tries again"
-            raise HttpError(507, message, kind="disk_error")
+        self.tell_file()
+        if self.journal.error is None:
+            return {}
+        name, n = self.journal.path.name, self.journal.unsaved()
+        told = (
+            f"{name} cannot be written: {self.journal.error}. Texts that are only in memory: {n}."
+        )
+        return HttpError(507, f"{told} The page tries again.", kind="disk_error").body_for("")
+
+    def tell_file(self) -> None:
+        """Tell the tabs the state of the file if it has changed."""
+        if self._told != (file := self.file):
+            self._told = file
+            self.emit("set", {"file": file})
 
     @property
     def file(self) -> dict[str, object]:
         """The file's name and state, for the page's header."""
         journal = self.journal
-        saved = journal.saved and not self._unsent
         return {
-            "name": journal.path.name, "saved": saved, "read_only": journal.read_only,
-            "error": journal.error,
+            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.running),
+            "read_only": journal.read_only, "error": journal.error,
+            "unsaved": journal.unsaved(self._unsent),
         }  # fmt: skip
 
     def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
@@ -261,27 +291,16 @@ class Live:
         return _EVENT_S if leaves_cores(self.service.ctx) else _BUSY_EVENT_S
 
     def _tick(self) -> None:
-        """Send tokens, write them to the file every second time, and sync once a second."""
         self._timer = None
         self.send_tokens()
-        loop, self._sent = asyncio.get_running_loop(), perf_counter()
-        if self._sent - self._written >= _WRITE_S:
-            had, self._written = self.journal.error, self._sent
-            self.journal.write()
-            if self._sent - self._synced >= _SYNC_S:
-                self._synced = self._sent
-                loop.run_in_executor(None, self.journal.sync)
-            if had != self.journal.error:
-                self.emit("set", {"file": self.file})
-        if not self.journal.saved:
-            self._timer = loop.call_later(self._event_s, self._tick)
+        self._sent = perf_counter()
 
     def send_tokens(self) -> None:
         """Send the tokens that were not sent yet, and add them to the file."""
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
             self.emit("tokens", self.columns(node, a, b))
-            self.journal.add(node.record(a, b))
+            self.keep(node.record(a, b))
 
     # -- jobs ------------------------------------------------------------------------------------------
 
@@ -317,12 +336,11 @@ class Live:
         cut = job.nodes if job.state != "done" else ()
         empty = [node for node in cut if not node.ids and not node.children]
         self.add(*(Change(id=node.id, name="hidden") for node in empty))
-        self.journal.write()
         self.send_nodes(*job.nodes)
         if empty:
             self.send_undo()
         self.emit("job", job.as_dict())
-        await asyncio.to_thread(self.journal.sync)
+        await self.confirm()
 
     def _fail(self, job: PageJob, error: BaseException) -> None:
         sent_error = http_error(error)
@@ -335,7 +353,9 @@ class Live:
         for job in self.jobs.values():
             job.is_stopped = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.add()
+        self.send_tokens()
+        if self._saver is not None:
+            self._saver.cancel()
         self.journal.close()
 
     @property
@@ -365,7 +385,7 @@ class Live:
     def learn(self, ids: Iterable[int]) -> None:
         """Add the texts of new tokens to the document."""
         for pieces in self.document.learn(self.service.model, ids):
-            self.journal.add(pieces)
+            self.keep(pieces)
 
     def plain(self, name: str, ids: Sequence[int], src: str) -> list[Record]:
         """Return records of tokens without numbers."""
@@ -409,7 +429,7 @@ class Live:
             "src": _SOURCES.get(following.source, "s"),
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
-        self.journal.add(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
+        self.keep(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
         self.emit("round", fields)
 
     async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:

@@ -137,7 +137,7 @@ class Loom(Live):
                 "with this model, import it into another document."
             )
         self.emit("model", self.model())
-        self.emit("set", {"file": self.file})
+        self.tell_file()
 
     def model(self) -> dict[str, object]:
         """Return the facts about the model that the page shows."""
@@ -241,7 +241,7 @@ class Loom(Live):
         for record in records:
             if isinstance(record, (Made, Change)):
                 record.a, record.cid = first, "" if first else cid
-            self.journal.add(record)
+            self.keep(record)
             if isinstance(record, Made):
                 first = first or record.r
                 nodes.append(self.document.nodes[record.id])

@@ -33,11 +33,10 @@ class Operations:
         self._answers: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
 
     async def do(self, do: Do) -> Answer:
-        """Return the answer to an operation.
+        """Return the answer to an operation. With an ``error``, it was done but is not saved yet.
 
         Raises:
-            HttpError, LlamaBranchError: it was refused, and nothing was done. Status 507: it was done,
-                but is not saved yet.
+            HttpError, LlamaBranchError: it was refused, and nothing was done.
         """
         answer = self._answers.get(do.cid)
         if answer is None:
@@ -45,11 +44,12 @@ class Operations:
             if len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
         try:
-            return await asyncio.shield(answer)
-        except HttpError as error:
-            if error.status != 507:
-                self._answers.pop(do.cid, None)
+            body = await asyncio.shield(answer)
+        except HttpError:
+            self._answers.pop(do.cid, None)
             raise
+        is_action = _OPERATIONS[do.op].needs_file and not do.current
+        return body | await self._loom.confirm() if is_action else body
 
     async def _perform(self, do: Do) -> Answer:
         operation, loom = _OPERATIONS.get(do.op), self._loom
@@ -58,8 +58,7 @@ class Operations:
             return before
         if operation is None:
             raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
-        needs_file = operation.needs_file and not do.current
-        if needs_file:
+        if operation.needs_file and not do.current:
             loom.check_writable()
         if do.op in ("type", "chat"):
             loom.example.stop(loom.service)
@@ -70,10 +69,7 @@ class Operations:
         at = node.end if do.at is None else do.at
         if not (do.node is not None) <= at <= node.end:
             raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
-        body = await operation.run(loom, do, node, at)
-        if needs_file:
-            await loom.confirm()
-        return body
+        return await operation.run(loom, do, node, at)
 
 
 # -- texts -----------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     told(page, "#found", "[1-9]")
     for key in ("Enter", "Escape", "?"):
         page.keyboard.press(key)
-    assert page.locator("dialog table.keys tr").count() > 30
+    assert page.locator("dialog .keys dd").count() > 30
     page.keyboard.press("Escape")
     page.locator("#tree:focus").wait_for()  # where the dialog was opened
 
@@ -197,7 +197,7 @@ def test_a_text_opens_plain_and_numbers_paint_the_words_of_the_model(page: Page)
     assert lens_of(page) == "probability"
     assert painted(page) == [False] * own + [True] * (n - own)
     counts = page.locator("#legend small").all_inner_texts()
-    assert sum(map(int, counts)) == n - own
+    assert sum(int(count or 0) for count in counts) == n - own
     words = page.locator("#legend button", has_text="all words")
     words.click()
     idle(page)
@@ -209,6 +209,33 @@ def test_a_text_opens_plain_and_numbers_paint_the_words_of_the_model(page: Page)
     shown(page, "A text that the model has no part in")
     press(page, "V", "V", "V", at="#text")
     assert lens_of(page) == "probability" and all(painted(page)) and not words.is_visible()
+
+
+def test_endings_are_whole_and_the_word_that_tells_them_apart_is_marked(page: Page) -> None:
+    node = shown(page, "The old king")
+    long = " woke" + " and sang of a day by the sea" * 8
+    ends = [" slept all night.", " slept all day.", long]
+    made = [do(page, "type", node=node, text=text)["node"]["id"] for text in ends]
+    idle(page)
+    show(page, made[0])  # so that there are numbers
+    show(page, node)
+    shoots = page.locator(".shoot")
+    page.wait_for_function("() => document.querySelectorAll('.turning[data-share]').length === 3")
+    assert shoots.evaluate_all("all => all.map(each => each.textContent)") == [
+        text.strip() for text in ends
+    ]
+    turning = [shoots.nth(i).locator(".turning").all_inner_texts() for i in range(3)]
+    assert ["".join(words).strip() for words in turning] == ["night", "day", "woke"]
+    for i, name in enumerate(made):
+        lps = [
+            lp for part in asked(page, f"/loom/tokens?node={name}")["parts"] for lp in part["lp"]
+        ]
+        said = "lp => import('/app/dom.js').then(dom => dom.percent(Math.exp(lp)))"
+        percent = page.evaluate(said, lps[(5, 5, 3)[i]])
+        assert shoots.nth(i).locator("[data-share]").get_attribute("data-share") == percent
+    shoots.nth(2).click()
+    idle(page)
+    assert chosen(page) == made[2]
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:

@@ -1,5 +1,5 @@
 // @ts-check
-// The sampling bar: settings for continuing texts or chats, kept in the document; presets; grammars and schemas.
+// The sampling bar: settings for continuing texts or chats, kept in the document; grammars and schemas.
 import { $, fill, h, label, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
 import { backend, bodyOf, net } from "./net.js";
 import { stateOf, store } from "./store.js";
@@ -8,19 +8,6 @@ import { stateOf, store } from "./store.js";
 
 /** @type {Record<string, Bar>} the bars of a new document */
 const FIRST = { text: { n: 3, max_tokens: 24 }, chat: { n: 1, max_tokens: 512 } };
-/** @type {Record<string, Record<string, Bar>>} */
-const PRESETS = {
-  text: {
-    "three short texts": FIRST.text, "one long text": { n: 1, max_tokens: 200 },
-    "the most probable text": { n: 1, max_tokens: 48, sampling: { temperature: 0 } },
-    "eight bold texts": { n: 8, max_tokens: 24, sampling: { temperature: 1.3, top_p: 1, min_p: 0.05 } },
-  },
-  chat: {
-    "one answer": FIRST.chat, "three answers to choose from": { n: 3, max_tokens: 256 },
-    "the most probable answer": { n: 1, max_tokens: 512, sampling: { temperature: 0 } },
-    "three bold answers": { n: 3, max_tokens: 256, sampling: { temperature: 1.2, top_p: 1, min_p: 0.05 } },
-  },
-};
 /** @type {[string, string, number | null][]} settings that have a field: name, in words, the value that does nothing */
 const NUMBERS_OF_BAR = [["temperature", "temperature", null], ["top_p", "top-p", 1], ["top_k", "top-k", 0],
   ["min_p", "min-p", 0], ["repeat_penalty", "repeat penalty", 1]];
@@ -114,12 +101,9 @@ export function openBar(mode, proceed) {
   };
   const lines = (/** @type {string} */ name, /** @type {string} */ words, /** @type {string} */ note) => h("label", { title: note },
     h("span", {}, words), h("textarea", { name, rows: 2, spellcheck: false, placeholder: note }));
-  const presets = h("select", { onchange: () => show(PRESETS[mode][presets.value] ?? barOf(mode)) },
-    h("option", { value: "now" }, "current"), Object.keys(PRESETS[mode]).map((name) => h("option", { value: name }, name)));
   const isTalk = mode === "chat";
   const form = h("form", { method: "dialog", class: "bar-form", noValidate: true },
     h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
-    h("label", {}, h("span", {}, "preset"), presets),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
     input("max_tokens", "limit, in tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),

@@ -28,10 +28,11 @@ async function fetchExample(model) {
   ownWords(false);
   choose("probability");
   const word = (/** @type {string} */ text, /** @type {number} */ i) => [/^\s/.test(text) && " ", h("button", { type: "button", "data-model": "",
-    "data-word": i, class: i ? looks(sentence.tokens, i).class : "t", onclick: () => tryExample(i), onmouseenter: () => pausing(() => drawOthers(i)), onmouseleave: () => pausing(null), onfocus: () => drawOthers(i),
+    "data-word": i, class: i ? looks(sentence.tokens, i).class : "t", onclick: () => tryExample(i), onfocus: () => drawOthers(i),
+    onmouseenter: () => pausing(() => drawOthers(i)), onmouseleave: () => pausing(null),
     "aria-label": `${text.trim()}, ${percent(Math.exp(sentence.tokens.lp[i]))}: go on from here` }, text.trim())];
   const ending = (/** @type {typeof sentence} */ { words, tokens }, /** @type {number} */ k) => h("li", {},
-    h("button", { type: "button", "data-model": "", class: "shoot", onclick: () => tryExample(fork, k) }, "… ",
+    h("button", { type: "button", "data-model": "", class: "ending", onclick: () => tryExample(fork, k) }, "… ",
       words.map((text, i) => h("span", looks(tokens, i), text.replace(/\s+/g, " ").slice(i ? 0 : 1)))));
   fill($("example"), h("h3", {}, "Or try it here: click a word, and the model goes on from there"),
     h("p", { class: "sentence" }, sentence.words.map(word)),
@@ -81,8 +82,8 @@ export function drawBeginning(model) {
   const isTalk = begins() === "chat";
   $("mode-line").textContent = !model ? "" : !chat ? "This model continues texts. It does not chat." : isTalk
     ? "You write a message, and the model answers." : "The model goes on from exactly what you write.";
-  $("system-box").hidden = !isTalk || !chat?.roles.includes("system");
-  $("tools-box").hidden = !isTalk;
+  $("told").hidden = !isTalk;
+  $("system-box").hidden = !chat?.roles.includes("system");
   const title = isTalk ? "Ask something" : "Write a beginning";
   set($("begin"), { "aria-label": title, placeholder: title });
   $("start").firstChild.textContent = isTalk ? "Send" : "Continue";

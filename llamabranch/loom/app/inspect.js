@@ -6,7 +6,7 @@ import { SOURCES, lens, looks, sparing } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
-import { named, moveTo, shownPath, topsAt } from "./text.js";
+import { attend, moveTo, named, shownPath, topsAt } from "./text.js";
 import { mode } from "./where.js";
 
 /** The token that is inspected: under the mouse, at the cursor, or the last. */
@@ -36,7 +36,10 @@ export async function take(i, token) {
     look({ cursor: -1, reading: i }); // arrow keys start here; actions act at the end
   };
   if (there) show(there.node);
-  else await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
+  else {
+    attend(i);
+    await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
+  }
 }
 
 /** @param {string} name @param {...any} value */
@@ -77,7 +80,7 @@ function origin(c, i) {
     node.by === "A" ? fact("written by", store.doc.model?.name ?? "A") : [],
     node.seed != null ? fact("seed", node.seed) : [],
     sampling ? fact("sampling", sampling) : [],
-    node.max_tokens ? fact("max tokens", node.max_tokens) : [],
+    node.max_tokens ? fact("limit", plural(node.max_tokens, "token")) : [],
     node.stop?.length ? fact("stops at", node.stop.map(label).join(", ")) : [],
     node.grammar || node.json_schema ? fact("follows", node.grammar ? "a grammar" : "a JSON schema") : [],
     fact("token", `${c.ids[i]} at ${i}`),

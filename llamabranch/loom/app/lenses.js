@@ -1,6 +1,6 @@
 // @ts-check
 // The lenses: for a token of a path its value, bin and second cue; the legend. docs/page.md has the formulas.
-import { $, attribute, check, fill, h, redraw, set, tell } from "./dom.js";
+import { $, attribute, check, fill, h, percent, redraw, set, tell } from "./dom.js";
 import { keepSetting, store } from "./store.js";
 
 /** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
@@ -20,9 +20,8 @@ const LETTERS = Object.keys(SOURCES);
 
 /** The bins of a number that grows from pale to strong, by the edges between them.
  * @param {number[]} edges @param {string[]} [bins] names, if they are not the edges */
-const rising = (edges, bins = [...edges.map((edge) => `< ${bare(edge)}`), "more"]) =>
+const rising = (edges, bins = [...edges.map((edge) => `< ${edge}`), "more"]) =>
   ({ bins, bin: (/** @type {number} */ x) => edges.filter((edge) => x >= edge).length });
-const bare = (/** @type {number} */ x) => String(x).replace(/^0/, "");
 const LEAST = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001];
 
 /** @type {Lens[]} */
@@ -31,7 +30,7 @@ export const LENSES = [
     value: () => NaN, bins: [], bin: () => -1, cue: () => "" },
   { name: "probability", says: "How probable the model found each token. Pale tokens were expected, strong ones are a surprise.",
     title: "Probability", value: (c, i) => Math.exp(c.lp[i]), cue: () => "",
-    bins: [...LEAST.map((edge) => `≥ ${bare(edge)}`), "less"], bin: (p) => LEAST.filter((edge) => p < edge).length },
+    bins: [...LEAST.map((edge) => `≥ ${percent(edge)}`), "less"], bin: (p) => LEAST.filter((edge) => p < edge).length },
   { name: "entropy", says: "How open the choice was at each position. A strong colour means that many tokens were possible.",
     title: "Entropy", value: (c, i) => c.h[i], cue: (bin) => "·".repeat(bin / 2),
     ...rising([0.1, 0.5, 1, 2, 3, 5]) },
@@ -114,7 +113,7 @@ export function drawLegend(c, visit) {
   attribute(box.lastChild, "aria-pressed", String(Boolean(store.settings.allWords)));
   counts.forEach((count, bin) => {
     const button = box.children[bin];
-    set(button.lastChild, { textContent: String(count) });
+    set(button.lastChild, { textContent: count || "" });
     set(button, { hidden: bin === unknown && count === 0 });
   });
 }

@@ -16,7 +16,7 @@ export function widen(/** @type {string} */ side, /** @type {number} */ width) {
 export function showPane(pane) {
   $("main").dataset.pane = pane;
   check("panes", pane);
-  redraw(["tree", "text", "minimap"]);
+  redraw(["tree", "text"]);
 }
 
 export function startPanes() {

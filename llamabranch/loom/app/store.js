@@ -96,7 +96,7 @@ export function keepSetting(name, value) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
-  redraw(["state", "minimap", "legend"]);
+  redraw(["state", "legend"]);
 }
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
@@ -126,7 +126,7 @@ export function select(id, to = null) {
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, reading: -1 });
-  redraw(["place", "tree", "live", "minimap", "legend"]);
+  redraw(["place", "tree", "live", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */
@@ -317,9 +317,9 @@ export function stateOf(net) {
   const { doc, jobs } = store;
   const running = [...jobs.values()].filter((job) => job.state === "running");
   /** @type {Record<string, any>} */ const states = {
-    "no-session": !net.session, "connection-lost": !net.connected, "disk-error": doc.file.error,
+    "no-session": !net.session, "connection-lost": !net.connected,
     "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
-    generating: running.length, "read-only": doc.file.read_only,
+    generating: running.length, "disk-error": doc.file.error, "read-only": doc.file.read_only,
   };
   return Object.keys(states).find((name) => states[name]) ?? "ready";
 }

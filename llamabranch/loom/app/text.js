@@ -14,7 +14,7 @@ const BLOCK = 512, LARGEST = 1024; // tokens: a block ends at a line end between
 const CHARACTER = 340; // square px that a character covers, about
 const RUN = 48; // tokens of a long text that become elements together, as they come into view
 const MARGIN = 600; // px of blocks that are text above and below the visible ones
-const SHOOTS = 6, SHOOT_TOKENS = 24;
+const SHOOTS = 6, SHOOT_TOKENS = 160, SHOOT_ELEMENTS = 24; // tokens that are shown of a continuation, and painted each by itself
 const SURPRISE = Math.log(0.05);
 
 /** A function that builds a path, again only if a part of it has changed.
@@ -23,7 +23,10 @@ function keptPath() {
   let path = pathOf(null, null);
   let drawn = "";
   return (id, end) => {
-    const key = pieces(id, end).map(({ id: owner, to }) => `${owner}:${to}:${store.nodes.get(owner)?.tokens.version}`).join();
+    const key = pieces(id, end).map(({ id: owner, to }) => {
+      const { tokens, reason } = /** @type {import("./store.js").Node} */ (store.nodes.get(owner));
+      return `${owner}:${to}:${tokens.version}:${reason}`;
+    }).join();
     if (key !== drawn) [path, drawn] = [pathOf(id, end), key];
     return path;
   };
@@ -85,6 +88,7 @@ function textView(box) {
   /** @type {Map<number, any>} */ let elements = new Map();
   /** @type {Path | null} */ let drawn = null;
   let width = 0, looked = "";
+  let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
 
   /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c */
   function cut(c) {
@@ -155,7 +159,6 @@ function textView(box) {
     const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, sparing(), folded, rounds].join();
     if (!moved && c === drawn && looks === looked) return;
     const anew = c !== drawn || width !== box.clientWidth;
-    const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     if (anew) cut(c);
     [drawn, width, looked] = [c, box.clientWidth, looks];
     const { top, bottom } = scroller.getBoundingClientRect();
@@ -183,7 +186,6 @@ function textView(box) {
       else if (run.firstElementChild || run.textContent !== textOf(c, run)) run.textContent = textOf(c, run);
     });
     elements = kept;
-    if (anew && atEnd && view.cursor < 0) scroller.scrollTop = scroller.scrollHeight;
     if (anew && !isShort) draw(); // draw again with the measured heights
     attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `t${view.cursor}` : null);
   }
@@ -201,11 +203,37 @@ function textView(box) {
     elements.get(i)?.scrollIntoView({ block: where });
   }
 
-  scroller.addEventListener("scroll", () => draw(), { passive: true });
-  return { draw, reveal, element: (/** @type {number} */ i) => elements.get(i) };
+  const below = () => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight; // px of text below the view
+
+  function follow() {
+    if (follows && view.cursor < 0 && view.typingAt < 0) scroller.scrollTop = scroller.scrollHeight;
+    top = scroller.scrollTop;
+    $("to-end").hidden = view.typingAt >= 0 || below() < 60;
+  }
+
+  /** Follow what is written after a token, if that is in view; without one: go to the end. @param {number} [i] */
+  function attend(i) {
+    const { top: above, bottom } = scroller.getBoundingClientRect(), place = elements.get(i ?? -1)?.getBoundingClientRect();
+    if (i == null || i < 0 || (place && place.bottom > above && place.top < bottom)) follows = true;
+    if (i == null) moveTo(-1), redraw(["text"]);
+  }
+
+  scroller.addEventListener("scroll", () => {
+    if (below() < 2) follows = true;
+    else if (scroller.scrollTop < top) follows = false;
+    draw();
+    follow();
+  }, { passive: true });
+  return { draw, reveal, follow, attend, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
 /** @type {ReturnType<typeof textView>} */ let main;
+
+/** Follow what is written at a position, if that is in view. @param {number} at */
+export const attend = (at) => main.attend(at - 1);
+
+/** Keep the end in view if the reader follows it. */
+export const followEnd = () => main.follow();
 
 /** Fold or unfold thoughts, all of the path if none is given. @param {import("./turns.js").Part[]} [parts] */
 export function foldThoughts(parts = partsOf(shownPath())) {
@@ -246,6 +274,10 @@ export function seek(is, by = 1) {
   }
 }
 
+/** For each of several texts that begin at one place: which of its tokens tells it from the others first, or -1. @param {Float32Array[]} all */
+export const turnings = (all) => all.map((own) => own.findIndex((_, i) => all.length > 1 && !all.some((other) =>
+  other !== own && own.subarray(0, i + 1).every((id, j) => id === other[j]))));
+
 /** What could follow, if the path ends at a fork. */
 function drawShoots() {
   const box = $("shoots");
@@ -253,22 +285,30 @@ function drawShoots() {
   const shown = all.slice(-SHOOTS);
   view.limit = shown.length ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
+  const own = shown.map(({ first: { tokens, at, n }, from, to }) =>
+    tokens.ids.subarray(from - at, Math.min(tokens.n, n, to - at, from - at + SHOOT_TOKENS)));
+  const turns = turnings(own);
   shown.forEach((segment, i) => {
     const button = box.children[i]
       ?? box.appendChild(h("button", { type: "button", class: "shoot", onclick: () => goTo(button.segment) }));
     const { tokens, at, text, n, id } = segment.first;
     const begin = segment.from - at;
     const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
-    const count = Math.max(0, Math.min(wanted, tokens.n - begin));
-    const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${count} ${segment.to}`;
+    const told = own[i].length, turn = turns[i], count = Math.min(told, Math.max(SHOOT_ELEMENTS, turn + 8));
+    const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${told} ${turn} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (count < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
-    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + count)));
-    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > SHOOT_TOKENS ? "…" : "";
-    [...words, tail].forEach((word, j) => {
-      const of = j < count ? figures(tokens, begin + j) : { class: null, "data-cue": null, "data-lp": null };
+    if (told < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + told)));
+    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > told ? "…" : "";
+    let last = turn; // of the word that tells it from the others
+    while (turn >= 0 && last + 1 < count && /^[\p{L}\p{M}]/u.test(words[last + 1])) last++;
+    if (turn > 0 && words[turn].startsWith(" ")) [words[turn - 1], words[turn]] = [words[turn - 1] + " ", words[turn].slice(1)];
+    const lp = tokens.lp[begin + turn];
+    [...words.slice(0, count), words.slice(count).join("") + tail].forEach((word, j) => {
+      const of = j < count ? { ...figures(tokens, begin + j), "data-share": null } : { class: null, "data-cue": null, "data-lp": null, "data-share": null };
+      if (j >= turn && j <= last) Object.assign(of, { class: `${of.class} turning`, "data-cue": null, "data-share": j === last && lp <= 0 ? percent(Math.exp(lp)) : null });
       set(button.children[j] ?? button.appendChild(h("span")), { ...of, textContent: j ? word : word.trimStart() });
     });
     while (button.children.length > count + 1) button.lastChild.remove();
@@ -299,7 +339,8 @@ export function startText() {
     },
   });
   set($("token-pane"), { onmouseleave: () => rest(-1) });
-  new ResizeObserver(() => main.draw()).observe(box.parentElement);
+  new ResizeObserver(() => (main.draw(), main.follow())).observe(box.parentElement);
+  $("to-end").onclick = () => main.attend();
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
@@ -307,6 +348,7 @@ export function startText() {
       .some((node) => ["sampled", "taken"].includes(node?.kind)));
     drawShoots();
     main.draw(false);
+    main.follow();
   };
 }
 

@@ -5,7 +5,7 @@ import { backend } from "./net.js";
 import { FLAGS, select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
-import { showPane } from "./panes.js";
+import { showPane } from "./where.js";
 
 /** A dialog with fields. A field is [name, title, first value]. It stays open and shows the error until the action succeeds.
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done

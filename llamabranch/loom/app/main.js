@@ -12,12 +12,11 @@ import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
-import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
+import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
 import { editTurn, go, onSubmit, opened, reply, retry, type } from "./typing.js";
 import { begin, drawBeginning } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
-import { showPane, startPanes, widen } from "./panes.js";
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
@@ -190,11 +189,10 @@ export function drawState() {
   const state = stateOf(net);
   if (["ready", "disk-error"].includes(state) && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
-  const { theme, widths, mono = false } = store.settings;
+  const { theme, mono = false } = store.settings;
   root.toggleAttribute("data-mono", mono);
   for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
-  for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { model } = doc;
   pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
@@ -257,7 +255,8 @@ function showTools({ target }) {
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), keepLens);
   choose();
-  startPanes();
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], showPane);
+  showPane("text");
   const buttons = ["Type", "Edit", "Retry", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
     "data-model": title === "Stop" ? null : "" }, title, " ",

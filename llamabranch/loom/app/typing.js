@@ -6,8 +6,7 @@ import { look, select, store, view } from "./store.js";
 import { attend, place, shownPath } from "./text.js";
 import { isChat } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, mode, selected, whereTo } from "./where.js";
-import { showPane } from "./panes.js";
+import { exported, mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {

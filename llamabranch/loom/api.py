@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
+_WRONG = re.compile(r"Expected (.+?)(?:, got (.+?))? - at `\$\.(.+)`")  # msgspec's words
+_WORDS = {
+    "array": "a JSON list", "object": "an object", "str": "text", "int": "a whole number",
+    "float": "a number", "bool": "true or false", "null": "nothing",
+}  # fmt: skip
 
 
 def front_of(loom: Loom) -> Front:
@@ -35,7 +40,11 @@ def front_of(loom: Loom) -> Front:
     operations = Operations(loom)
 
     async def do(call: Request) -> Response:
-        body = await operations.do(await json_of(call, Do))
+        try:
+            fields = await json_of(call, Do)
+        except HttpError as error:
+            raise _worded(error) from None
+        body = await operations.do(fields)
         status = 507 if "error" in body else 200 if body.get("job") is None else 202
         return reply(body, status)
 
@@ -44,6 +53,18 @@ def front_of(loom: Loom) -> Front:
     }
     routes |= loom.guard.routes | {"POST /loom/do": do}
     return Front(loom.guard.check, routes, loom.close)
+
+
+def _worded(error: HttpError) -> HttpError:
+    """Return the error about a wrong field in words for a reader of the page: the field comes first."""
+    match = _WRONG.fullmatch(str(error))
+    if match is None:
+        return error
+    told = [re.sub(r"\w+", lambda m: _WORDS.get(m[0], m[0]), part or "") for part in match.groups()]
+    wanted, got, _ = told
+    name = re.findall(r"[a-z]\w*", match[3])[-1]
+    message = f"{name}: {wanted} is wanted" + (f", not {got}" if got else "")
+    return HttpError(400, message.replace("`", "").replace(" | ", " or "), param=match[3])
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
@@ -82,7 +103,7 @@ async def _next(loom: Loom, call: Request) -> Response:
     """Report what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query_params.get("node")), loom.document
     at = call.query_params.get("at", "")
-    score = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
+    score = await loom.following(node, min(node.end, int(at)) if at.isdecimal() else node.end)
     alternatives = () if score is None else score.alternatives
     loom.learn(a.token for a in alternatives)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]

@@ -24,6 +24,9 @@ Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
+Thinking = (
+    bool | Annotated[int, Meta(ge=0)] | None
+)  # at most so many tokens; None = as the template does
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
     40,
@@ -62,11 +65,30 @@ class Turn(Struct, omit_defaults=True):
     text: str | None = None
 
 
+class Window(Struct, rename={"start": "from"}):
+    """What was in the context while a node was written: parts of its text, its memory and its note.
+
+    Attributes:
+        start: the text's tokens from here on; "from" in JSON.
+        memory, note: how many tokens the memory and the author's note have.
+        head: so many tokens of the text's beginning were in it too: BOS, or a chat's system message.
+        note_at: the note stands before this token of the text.
+    """
+
+    start: int
+    memory: int = 0
+    note: int = 0
+    head: int = 0
+    note_at: int = 0
+
+
 class Made(Record, tag="node", kw_only=True):
     """A node. ``a`` is the revision of the action that made it; 0 = this record begins an action.
 
     ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
-    conversation also has ``tools`` and ``variables`` for the chat template.
+    conversation also has ``tools`` and ``variables`` for the chat template. A generated node has all
+    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says what was in the
+    context; None = the whole text.
     """
 
     id: str
@@ -86,6 +108,11 @@ class Made(Record, tag="node", kw_only=True):
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
     variables: dict[str, object] = {}
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
+    window: Window | None = None
+    ruled_from: int | None = None
 
 
 class Tokens(Record, tag="tok", kw_only=True):
@@ -226,9 +253,9 @@ class Node(TextNode):
                 break
         return stretches[::-1]
 
-    def tokens(self, end: int | None = None) -> list[int]:
-        """Return the ids of its text, or of its first ``end`` tokens."""
-        return [t for node, a, b in self.stretches(0, end) for t in node.ids[a:b]]
+    def tokens(self, end: int | None = None, start: int = 0) -> list[int]:
+        """Return the ids of its text, or of its tokens from ``start`` to ``end``."""
+        return [t for node, a, b in self.stretches(start, end) for t in node.ids[a:b]]
 
     def record(self, a: int, b: int | None = None) -> Tokens:
         """Return its own tokens from ``a`` to ``b`` as a record."""
@@ -427,7 +454,8 @@ class Document:
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
             "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
-            "json_schema": record.json_schema,
+            "json_schema": record.json_schema, "thinking": record.thinking, "window": record.window,
+            "memory": record.memory, "authors_note": record.authors_note,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..model.text import n_common
+from ..request.fields import SamplingFields
 from ..serve.errors import HttpError
 from .document import Bar, Change, Document, Made, Node, Record, Tokens, Turn, Undo, decoded
 from .live import PageJob
 from .loom import Do, Loom, text_grammar
-from .turns import Talk, Written, beginning, common, messages_of, write
+from .turns import Talk, Written, beginning, common, messages_of, opened, write
 
 _MOST_ANSWERS = 1000
 Answer = dict[str, object]
@@ -77,19 +79,22 @@ class Operations:
 
 async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     document, text = loom.document, do.text or ""
-    is_chat = bool(document.turns(node, at))
+    is_chat, old = bool(document.turns(node, at)), list[int]()
     if do.edit:
-        n, text = _same_tokens(document, node.tokens()[at:], text, special=not is_chat)
-        at += n
-        if not text and at == node.end:
+        old = node.tokens(start=at)
+        n, text = await asyncio.to_thread(_same_tokens, document, old, text, special=not is_chat)
+        at, old = at + n, old[n:]
+        if not text and not old:
             return {"node": document.node_fields(node), "same": True}
     ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
     if do.node is None and not ids:
         raise HttpError(400, "the text is empty", param="text")
-    loom.service.check_room([*node.tokens(at), *ids], 0)
     name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
-    record = Made(id=name, parent=do.node, at=at, kind=kind)
-    (new,) = loom.make([record, *loom.plain(name, ids, src)], do.cid)
+    # Tokens after an edit that are as before keep their sources.
+    n_same = n_common(ids[::-1], old[::-1])
+    kept = [owner.src[i] for owner, a, b in node.stretches(node.end - n_same) for i in range(a, b)]
+    record, sources = Made(id=name, parent=do.node, at=at, kind=kind), src * (len(ids) - n_same)
+    (new,) = loom.make([record, *loom.plain(name, ids, sources + "".join(kept))], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}
 
@@ -138,7 +143,10 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
     root = beginning(node)
     name = document.name()
-    record = Made(id=name, kind="chat", by="user", variables=root.variables)
+    record = Made(
+        id=name, kind="chat", by="user", variables=root.variables, thinking=do.thinking
+    )  # fmt: skip
+    loom.check_mode("chat", do)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -155,7 +163,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
                 message["tool_call_id"] = calls[0]["id"]
             messages.append(message)
         messages += messages_of(document, model, node, after)
-        talk = Talk(messages, tools, record.variables)
+        talk = Talk(messages, tools, record.variables).thinking(model, do.thinking)
         return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
 
     if do.node is None and not (do.text or "").strip():
@@ -163,11 +171,10 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     new = await asyncio.to_thread(written)
     if do.node is not None and not new.ids:  # nothing changed
         return {"node": document.node_fields(node), "same": True, "at": new.at}
-    loom.service.check_room([*node.tokens(new.at), *new.ids], 0)
     record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
     if record.parent is None:
         record.tools = root.tools or do.tools
-    tokens = loom.plain(name, new.ids, "t" if record.parent else "p")
+    tokens = loom.plain(name, new.ids, ("t" if record.parent else "p") * len(new.ids))
     (new_node,) = loom.make([record, *tokens], do.cid)
     job = loom.start_scoring(new_node)
     return {"node": document.node_fields(new_node), "same": False, "job": job.id}
@@ -175,10 +182,11 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Keep the settings of texts or of chats. Invalid ones are refused."""
-    for bar in do.set.values():
-        do.sampling = bar.sampling
-        loom.params(loom.made(do, 0, "sampled", 0))
+    for mode, bar in do.set.items():
+        loom.params(Made(id="", sampling=msgspec.to_builtins(bar.sampling or SamplingFields())))
         loom.check_count(bar.n or 1)
+        loom.check_mode(mode, bar)
+        await loom.asides(bar)
         await text_grammar(bar)
     for mode, bar in do.set.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
@@ -193,8 +201,16 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         most = node.made.max_tokens or do.max_tokens
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
     loom.check_count(do.n)
-    records = [loom.made(do, i, "sampled", at) for i in range(do.n)]
-    await loom.request(Node(records[0], node), do.max_tokens)
+    model = loom.service.model
+    loom.check_mode("chat" if loom.document.turns(node, at) else "text", do)
+    opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
+    made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
+    records: list[Record] = []
+    for record in made:
+        if opening.at < at or opening.ids:
+            record.turns = opening.turns
+        records += [record, *loom.plain(record.id, opening.ids, "t" * len(opening.ids))]
+    await loom.check(made[0], records, node)
     return _begin(loom, do, loom.make(records, do.cid), do.max_tokens)
 
 
@@ -209,20 +225,26 @@ def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
 
 
 async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    model = loom.service.model
     if do.token is None:
         raise HttpError(400, "fork needs a token", param="token")
-    loom.service.model.check_tokens([do.token])
-    record = loom.made(do, 0, "taken", at)
-    await loom.request(Node(record, node), do.max_tokens)
-    records = loom.plain(record.id, [do.token], "k")
+    model.check_tokens([do.token])
+    (record,) = await loom.made(do, node, at, "taken", n_given=1)
+    taken = loom.plain(record.id, [do.token], "k")
+    request = await loom.check(record, taken, node)
+    is_ruled = request.grammar is not None and request.continues > 0
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
-        for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
-            if token == do.token and isinstance(taken := records[-1], Tokens):
-                taken.lp, taken.rk, taken.h, taken.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
-    (new,) = loom.make([record, *records], do.cid)
-    if new.lp[0] is None:
-        loom.start_scoring(new)
-    return _begin(loom, do, [new], do.max_tokens)
+        tops = decoded(owner.top[i])
+        for new in [record for record in taken if isinstance(record, Tokens)]:
+            new.al = [owner.al[i]] if is_ruled and owner.al[i] else []
+            for rank, (token, lp) in enumerate(tops, 1):
+                if token == do.token:
+                    new.lp, new.rk, new.h, new.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
+    (node,) = loom.make([record, *taken], do.cid)
+    if node.lp[0] is None:
+        loom.start_scoring(node)
+    is_end = is_ruled and model.is_eog(do.token)
+    return _begin(loom, do, [node], 0 if is_end else do.max_tokens)
 
 
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:

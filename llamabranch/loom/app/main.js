@@ -5,11 +5,12 @@ import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
+import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
@@ -60,6 +61,7 @@ function drawWhere() {
   attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
+  $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
   typed.hidden = answered; // there the button beside the bar is Reply
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
@@ -117,10 +119,11 @@ const run = {
   },
   stop: async () => {
     if (opened) return opened.keep(false);
-    if (![...store.jobs.values()].some(({ state }) => state === "running")) return moveTo(-1);
+    if (![...store.jobs.values()].some(({ state }) => state === "running")) return besides().other ? putBeside() : moveTo(-1);
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
+  compare: putBeside,
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
@@ -257,9 +260,9 @@ export function start() {
   choose();
   radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], showPane);
   showPane("text");
-  const buttons = ["Type", "Edit", "Retry", "Stop"];
+  const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": title === "Stop" ? null : "" }, title, " ",
+    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};
@@ -278,8 +281,9 @@ export function start() {
     $("turn-tools").hidden = true;
     staying(stay);
   });
+  const text = startText(), beside = startBeside();
   paints("tree", startTree());
-  paints("text", startText());
+  paints("text", () => (beside(), text()));
   paints("where", () => $("empty").hidden && drawWhere());
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin)));
   paints("inspect", drawInspector);

@@ -110,6 +110,13 @@ async def _next(loom: Loom, call: Request) -> Response:
     return reply({"top": top})
 
 
+async def _example(loom: Loom, call: Request) -> Response:
+    """Send the first screen's example, as `_tokens` sends a text: the sentence, then its endings."""
+    example = await loom.example.document(loom.service)
+    nodes = example.shown()
+    return reply({"parts": [example.columns(n, 0, len(n.ids), top=True) for n in nodes]})
+
+
 async def _find(loom: Loom, call: Request) -> Response:
     wanted = re.compile(re.escape(call.query_params.get("q", "")), re.IGNORECASE)
     matches: list[dict[str, object]] = []
@@ -186,6 +193,7 @@ _ROUTES: dict[str, Handler] = {
     "GET /loom/doc": _doc,
     "GET /loom/tokens": _tokens,
     "GET /loom/next": _next,
+    "GET /loom/example": _example,
     "GET /loom/find": _find,
     "GET /loom/events": _events,
     "GET /loom/export": _export,

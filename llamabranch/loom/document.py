@@ -131,6 +131,10 @@ class Tokens(Record, tag="tok", kw_only=True):
     top: list[Raw]
     al: list[int | None] = []
 
+    def named(self) -> list[int]:
+        """Return all tokens that it names, also as alternatives."""
+        return [*self.ids, *(token for raw in self.top for token, _ in decoded(raw))]
+
 
 class Pieces(Record, tag="voc", kw_only=True):
     """The texts of tokens, by id, so that a file can be read without its model."""

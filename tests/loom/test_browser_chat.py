@@ -51,6 +51,7 @@ def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
 def talk(page: Page, text: str = QUESTION) -> None:
     """Begin a chat with a system message, of one short answer, and wait for it."""
     set_bar(page, "#bar-begin", n="1", max_tokens="6")
+    page.locator("#told > summary").click()
     page.locator("#system").fill("You tell tales.")
     page.locator("#begin").fill(text)
     page.locator("#begin").press("Control+Enter")
@@ -195,7 +196,7 @@ def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
 def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: Path) -> None:
     with Opened(tmp_path) as running, visiting(chromium, running) as page:
         idle(page)
-        first = page.locator("#bar-begin").inner_text()
+        first = page.locator("#bar-begin").get_attribute("title") or ""
         sampling = "top-p 0.95, top-k 40, min-p 0.05"
         assert f"3 texts, limit: 24 tokens, temperature 0.8, {sampling}" in first
         stop = "xyz\n\\nThe end"

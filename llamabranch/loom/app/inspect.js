@@ -6,12 +6,13 @@ import { SOURCES, lens, looks, sparing } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
-import { attend, moveTo, named, shownPath, topsAt } from "./text.js";
+import { attend, moveTo, named, pointedAt, topsAt } from "./text.js";
 import { mode } from "./where.js";
 
 /** The token that is inspected: under the mouse, at the cursor, or the last. */
 const inspected = () => {
-  const { n } = shownPath();
+  const [{ n }, node] = pointedAt();
+  if (node !== store.current) return Math.min(view.hover, n - 1);
   const found = [view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;
 };
@@ -25,8 +26,7 @@ export function takeAt(place) {
 /** Take another token at a position. If a branch has it already, that branch is shown.
  * @param {number} i @param {number} token */
 export async function take(i, token) {
-  const c = shownPath();
-  const node = store.current;
+  const [c, node] = pointedAt();
   if (c.ids[i] === token) return moveTo(i);
   const segment = segmentOf(ownerOf(c, i), i + 1);
   const others = segment?.from === i ? (segment.parent?.children ?? []) : following(node, i);
@@ -94,7 +94,7 @@ function origin(c, i) {
 /** @type {any} */ let drawnFor = null;
 
 export function drawInspector() {
-  const c = shownPath();
+  const [c] = pointedAt();
   const i = inspected();
   const box = $("token");
   if (i < 0) {

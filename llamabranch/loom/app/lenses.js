@@ -113,7 +113,7 @@ export function drawLegend(c, visit) {
   attribute(box.lastChild, "aria-pressed", String(Boolean(store.settings.allWords)));
   counts.forEach((count, bin) => {
     const button = box.children[bin];
-    set(button.lastChild, { textContent: count || "" });
+    set(button.lastChild, { textContent: count ? String(count) : "" });
     set(button, { hidden: bin === unknown && count === 0 });
   });
 }

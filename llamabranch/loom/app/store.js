@@ -101,6 +101,8 @@ export function keepSetting(name, value) {
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
 export const view = { sought: "", /** @type {number[]} the match that was gone to, as positions */ match: [-1, -1], cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
+  /** the end of a branch that is shown beside the text, and whether the mouse is in it
+   * @type {string | null} */ beside: null, side: false,
   /** where the reader continues after a new branch: the inspector and the arrow keys begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -145,7 +147,7 @@ export function putNode(from) {
 
 /** Take a whole document; tokens that are known stay. @param {Loose} doc */
 export function putDoc(doc) {
-  const old = store.nodes;
+  const old = doc.boot === store.doc.boot ? store.nodes : new Map(); // another process may give a name to another text
   store.nodes = new Map();
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {

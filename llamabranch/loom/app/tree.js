@@ -197,7 +197,7 @@ function wording(segment) {
 
 /** What a row says: from the first word on that none of its neighbours has there. @param {Segment} segment @param {Segment[]} family
  * @param {number} place in the family @returns {Wording} */
-function heading(segment, family, place) {
+export function heading(segment, family, place) {
   const { role, words } = wording(segment);
   let same = 0;
   for (const other of family.slice(Math.max(0, place - NEIGHBOURS), place + NEIGHBOURS)) {

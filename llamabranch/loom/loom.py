@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from asyncio import to_thread
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,6 +38,7 @@ from .document import (
     Seed,
     Thinking,
     Tokens,
+    decoded,
 )
 from .example import Example
 from .formats import Item
@@ -157,7 +159,7 @@ class Loom(Live):
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Page(port, FILES)
-        self.example = Example()
+        self.example = Example(self)
         self._draft = draft
         self._loading = {"message": "loading the model"}
 
@@ -410,13 +412,14 @@ class Loom(Live):
             return self._from_texts(found)
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
         records: list[Record] = []
-        for record in [*found.records()]:
+        for record in map(copy, found.records()):
             match record:
                 case Made():
                     record.parent = record.parent and names[record.parent]
                 case Tokens():
                     self.service.model.check_tokens(record.ids)
-                    records += self.document.learn(self.service.model, record.named())
+                    named = (t for raw in record.top for t, _ in decoded(raw))
+                    records += self.document.learn(self.service.model, [*record.ids, *named])
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]

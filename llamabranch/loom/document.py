@@ -131,6 +131,10 @@ class Tokens(Record, tag="tok", kw_only=True):
     top: list[Raw]
     al: list[int | None] = []
 
+    def named(self) -> list[int]:
+        """Return all tokens that it names, also as alternatives."""
+        return [*self.ids, *(token for raw in self.top for token, _ in decoded(raw))]
+
 
 class Pieces(Record, tag="voc", kw_only=True):
     """The texts of tokens, by id, so that a file can be read without its model."""
@@ -296,8 +300,11 @@ class Document:
         match record:
             case Made():
                 parent = None if record.parent is None else self.nodes[record.parent]
-                if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
-                    raise ValueError(f"node {record.id} cannot begin at {record.at}")
+                if record.id in self.nodes:
+                    raise ValueError(f"two nodes are called `{record.id}`")
+                if not 0 <= record.at <= (n := parent.end if parent else 0):
+                    above = f"`{record.parent}` has {n} tokens" if parent else "it has no parent"
+                    raise ValueError(f"`{record.id}` cannot begin at {record.at}: {above}")
                 node = self.nodes[record.id] = Node(record, parent)
                 number = record.id[1:]
                 self._n_made = max(self._n_made + 1, int(number) if number.isdecimal() else 0)
@@ -361,7 +368,7 @@ class Document:
         columns, n = ("al", "lp", "h", "rk", "src", "top", "ids"), len(new.ids)
         is_whole = all(len(getattr(new, name)) == n for name in columns[not new.al :])
         if not 0 <= new.at <= len(node.ids) or not is_whole:
-            raise ValueError(f"tokens of {node.id} do not fit")
+            raise ValueError(f"the tokens of `{node.id}` do not fit")
         known = [*node.al[new.at : new.at + n], *[None] * n][:n]
         for name in columns:
             getattr(node, name)[new.at : new.at + n] = getattr(new, name) or known

@@ -37,8 +37,8 @@ from .document import (
     Seed,
     Thinking,
     Tokens,
-    decoded,
 )
+from .example import Example
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
@@ -157,6 +157,7 @@ class Loom(Live):
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Page(port, FILES)
+        self.example = Example()
         self._draft = draft
         self._loading = {"message": "loading the model"}
 
@@ -414,9 +415,8 @@ class Loom(Live):
                 case Made():
                     record.parent = record.parent and names[record.parent]
                 case Tokens():
-                    self.service.model.check_tokens(record.ids)
-                    named = (t for raw in record.top for t, _ in decoded(raw))
-                    records += self.document.learn(self.service.model, [*record.ids, *named])
+                    self.service.model.check_tokens(ids := record.named())
+                    records += self.document.learn(self.service.model, ids)
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]

@@ -62,6 +62,8 @@ class Operations:
             raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
         if operation.needs_file and not do.current:
             loom.check_writable()
+        if do.op in ("type", "chat"):
+            loom.example.stop(loom.service)
         if do.node is None and operation.needs_node:
             raise HttpError(400, f"{do.op} needs a node", param="node")
         # Without a node: a new root.
@@ -95,6 +97,13 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     (new,) = loom.make([record, *loom.plain(name, ids, sources + "".join(kept))], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}
+
+
+async def _example(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    """Put the first screen's example into the document."""
+    nodes = loom.make(loom.copied(await loom.example.document(loom.service)), do.cid)
+    fields = [loom.document.node_fields(new) for new in nodes]
+    return {"node": fields[0], "nodes": fields}
 
 
 def _same_tokens(
@@ -289,6 +298,7 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
+    "example": _Operation(_example),
     "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True),
     "score": _Operation(_score, needs_node=True, needs_file=False),

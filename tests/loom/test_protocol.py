@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,30 @@ def test_typed_text_has_the_numbers_of_the_api(page: Paged, root: Any) -> None:
     with lb.load(TARGET, n_ctx=256, n_threads=1, exact=True) as ctx:
         scores = lb.Branch.start(ctx, prompt[:start]).score(prompt[start:])
     assert told["rk"] == [score.rank for score in scores]
+
+
+def test_the_example_is_no_part_of_the_document_until_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Paged(tmp_path) as page:
+        monkeypatch.setattr("llamabranch.loom.example._TOKENS", 10_000)  # until it is stopped
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(page.api.get, "/loom/example")
+            while page.server.service is None or not page.server.service.n_texts:
+                assert not asked.done()
+            root = page.type(START)  # goes first
+            assert asked.result().status_code == 503
+        monkeypatch.undo()
+        sentence, *endings = page.get("/loom/example").json()["parts"]
+        assert page.nodes() == [root["id"]]
+        assert len(endings) == 3 and {end["at"] for end in endings} == {len(sentence["ids"]) - 2}
+        assert page.get("/loom/example").json()["parts"] == [sentence, *endings]
+        nodes = page.do("example")["nodes"]
+        for node, part in zip(nodes, (sentence, *endings), strict=True):
+            assert columns(page.tokens(node["id"])) == columns(part)
+        assert [node["reason"] for node in nodes] == [None, *["length"] * 3]
+        page.do("undo")
+        assert page.nodes() == [root["id"]]
 
 
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:

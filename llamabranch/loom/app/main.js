@@ -15,7 +15,7 @@ import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
 import { editTurn, go, onSubmit, opened, reply, retry, type } from "./typing.js";
-import { begin, drawBeginning, runCard } from "./first.js";
+import { begin, drawBeginning } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
 
@@ -164,6 +164,10 @@ const run = {
   mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
+  exact: () => ask("Exact replay is off", [], "", () => {}, [
+    h("p", {}, "The same seed can write another text while other texts are written, because numbers are then rounded in another order."),
+    h("p", {}, "Start with ", h("code", {}, `llamabranch open ${store.doc.model?.name} -S exact=true`),
+      " to turn it on. Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
@@ -198,13 +202,13 @@ export function drawState() {
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"
     : !doc.file.error ? (doc.file.saved === false ? "saving …" : "saved") : !doc.file.unsaved ? "not saved" : `${plural(doc.file.unsaved, "text")} only in memory`;
-  fill($("model"), model && h("span", {}, visible(model.name)),
-    model?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
+  $("model").textContent = visible(model?.name ?? "");
+  $("exact").hidden = model?.exact !== false || exported();
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const trouble = doc.file.error && `The file cannot be written: ${doc.file.error}. The page tries again; an export keeps what is only in memory.`;
   const message = {
-    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link, here or in another tab.",
     "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,
@@ -234,7 +238,7 @@ export function drawState() {
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
   if (!empty) drawWhere();
-  else fill($("bar-begin"), sentenceOf(begins()), " ", h("kbd", {}, keysOf("options")[0] ?? ""));
+  else set($("bar-begin"), { textContent: doc.bars?.[begins()] ? sentenceOf(begins()) : "Settings", title: `How it goes on: ${sentenceOf(begins())}` });
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */
@@ -261,11 +265,8 @@ export function start() {
     "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
-    const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
-    const { action, card } = button?.dataset ?? {};
+    const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};
     if (action) run[action]();
-    if (!card) return;
-    void runCard(card, button.value);
   });
   $("turn-tools").append(...[["Edit", editTurn], ["Answer again", retry]].map(([title, what]) =>
     h("button", { type: "button", onclick: () => /** @type {any} */ (what)(Number($("turn-tools").dataset.turn)) }, title)));
@@ -274,7 +275,6 @@ export function start() {
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
-  $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   startFind();
   paints("state", drawState);
   paints("place", () => {

@@ -147,7 +147,7 @@ export function putNode(from) {
 
 /** Take a whole document; tokens that are known stay. @param {Loose} doc */
 export function putDoc(doc) {
-  const old = store.nodes;
+  const old = doc.boot === store.doc.boot ? store.nodes : new Map(); // another process may give a name to another text
   store.nodes = new Map();
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {

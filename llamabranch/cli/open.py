@@ -85,7 +85,8 @@ def open(
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {loom.guard.key}")
     if loom.journal.read_only is not None:
-        console.note(f"{path.name} is read-only. {loom.journal.read_only} {loom.journal.cause}")
+        cause = loom.journal.cause and f" ({loom.journal.cause})"
+        console.note(f"{path.name} is read-only. {loom.journal.read_only}{cause}")
     if browser:
         threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
     server.run()

@@ -15,7 +15,7 @@ from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
 from . import formats
-from .document import Document, Node, short, turn_columns
+from .document import Bar, Document, Node, short, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -183,10 +183,20 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    nodes = loom.make(await asyncio.to_thread(loom.copied, content))
+    nodes, document = loom.make(await asyncio.to_thread(loom.copied, content)), loom.document
+    bar = document.bars.get("text", {})
+    fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
+    if fields:
+        loom.add(Bar(mode="text", fields=bar | fields))
+        loom.emit("set", {"bars": document.bars})
+    shown = nodes[-1].id
+    if isinstance(content, Document):  # as it was shown there
+        names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
+        shown = names.get(content.current or "", nodes[-1]).id
+    roots = [document.node_fields(node) for node in nodes if node.parent is None]
+    answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
     error = await loom.confirm()
-    roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    return reply({"nodes": roots, "count": len(nodes), **error}, 507 if error else 200)
+    return reply(answer | error, 507 if error else 200)
 
 
 _ROUTES: dict[str, Handler] = {

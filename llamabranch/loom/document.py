@@ -300,8 +300,11 @@ class Document:
         match record:
             case Made():
                 parent = None if record.parent is None else self.nodes[record.parent]
-                if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
-                    raise ValueError(f"node {record.id} cannot begin at {record.at}")
+                if record.id in self.nodes:
+                    raise ValueError(f"two nodes are called `{record.id}`")
+                if not 0 <= record.at <= (n := parent.end if parent else 0):
+                    above = f"`{record.parent}` has {n} tokens" if parent else "it has no parent"
+                    raise ValueError(f"`{record.id}` cannot begin at {record.at}: {above}")
                 node = self.nodes[record.id] = Node(record, parent)
                 number = record.id[1:]
                 self._n_made = max(self._n_made + 1, int(number) if number.isdecimal() else 0)
@@ -365,7 +368,7 @@ class Document:
         columns, n = ("al", "lp", "h", "rk", "src", "top", "ids"), len(new.ids)
         is_whole = all(len(getattr(new, name)) == n for name in columns[not new.al :])
         if not 0 <= new.at <= len(node.ids) or not is_whole:
-            raise ValueError(f"tokens of {node.id} do not fit")
+            raise ValueError(f"the tokens of `{node.id}` do not fit")
         known = [*node.al[new.at : new.at + n], *[None] * n][:n]
         for name in columns:
             getattr(node, name)[new.at : new.at + n] = getattr(new, name) or known
@@ -454,7 +457,8 @@ class Document:
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
             "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
-            "json_schema": record.json_schema, "thinking": record.thinking, "window": record.window,
+            "json_schema": record.json_schema, "regex": record.regex, "choice": record.choice,
+            "thinking": record.thinking, "window": record.window,
             "memory": record.memory, "authors_note": record.authors_note,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,

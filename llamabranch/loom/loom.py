@@ -38,7 +38,6 @@ from .document import (
     Seed,
     Thinking,
     Tokens,
-    decoded,
 )
 from .example import Example
 from .formats import Item
@@ -417,9 +416,8 @@ class Loom(Live):
                 case Made():
                     record.parent = record.parent and names[record.parent]
                 case Tokens():
-                    self.service.model.check_tokens(record.ids)
-                    named = (t for raw in record.top for t, _ in decoded(raw))
-                    records += self.document.learn(self.service.model, [*record.ids, *named])
+                    self.service.model.check_tokens(ids := record.named())
+                    records += self.document.learn(self.service.model, ids)
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]

@@ -205,6 +205,15 @@ def write(
     words = [_word(model, token) for token in full]
     places = common([_word(model, token) for token in before], words)
     at, skipped = places[-1]
+    *_, last = talk.messages
+    if known and known[-1].at <= at < len(before) and last["role"] == "tool":
+        # The call before a tool's result stays as the model wrote it, even if the template would write
+        # it in another way. The template's tokens go on where it ends the call's turn.
+        other = [*talk.messages[:-1], {**last, "content": f"x{last['content']}"}]
+        n = n_common(full, talk._replace(messages=other).tokens(model))
+        ends = [i for i in range(skipped, n) if model.is_eog(full[i])]
+        places += [(known[-1].end or len(before), end) for end in ends[-1:]]
+        at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
     stays = 0  # turns that end before the fork
     while stays < min(len(known), len(talk.messages)) and (known[stays].end or at + 1) < at:
@@ -319,11 +328,11 @@ def opened(document: Document, model: Model, node: Node, at: int, thinking: Choi
         new = write(model, talk.thinking(model, thinking), ids, turns[:-1])
     ids = [*ids[: new.at], *new.ids]
     more = plan_thinking(model, ids, thinking, has_calls=bool(tools))[0][len(ids) :]
-    if not more or at > turn.begin:
-        return new._replace(ids=more)
-    begin = new.turns[-1].at if new.turns else turn.at
-    last = Turn("assistant", begin, len(ids) + len(more))
-    return new._replace(ids=[*new.ids, *more], turns=[*new.turns[:-1], last])
+    if more and at <= turn.begin:
+        begin = new.turns[-1].at if new.turns else turn.at
+        opening = Turn("assistant", begin, len(ids) + len(more))
+        new = new._replace(turns=[*new.turns[:-1], opening])
+    return new._replace(ids=[*new.ids, *more])
 
 
 def _word(model: Model, token: int) -> bytes:

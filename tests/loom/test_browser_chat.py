@@ -39,7 +39,7 @@ def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
     page.locator(opener).click()
     for name, value in values.items():
         field = page.locator(f"dialog [name={name}]")
-        if name == "kind":
+        if name in ("kind", "thinking"):
             field.select_option(value)
         else:
             field.fill(value)
@@ -248,3 +248,44 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         kept = json.loads(page.locator("dialog [name=follow]").input_value())
         assert kept == {"enum": ["north", "south"]}
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"
+
+
+def test_the_bar_sets_memory_and_a_note_of_texts(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path) as running, visiting(chromium, running) as page:
+        idle(page)
+        page.locator("#bar-begin").click()
+        assert page.locator("dialog [name=thinking]").count() == 0  # it is for chats
+        page.keyboard.press("Escape")
+        more = {"memory": "Anna bakes bread.", "authors_note": "[A merry tale.]"}
+        set_bar(page, "#bar-begin", n="1", max_tokens="4", **more)
+        page.locator("#begin").fill("Once upon a time")
+        page.locator("#begin").press("Control+Enter")
+        page.locator("#empty").wait_for(state="hidden")
+        idle(page)
+        assert page.locator("#bar-said").inner_text().count("memory, author’s note") == 1
+        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["nodes"][-1]
+        assert {name: made[name] for name in more} == more
+        assert made["window"]["memory"] > 0 and made["window"]["note"] > 0
+
+
+def test_the_bar_sets_how_answers_think(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path, *arguments(tmp_path)) as running, visiting(chromium, running) as page:
+        idle(page)
+        assert "thinking" not in page.locator("#bar-begin").inner_text()
+        page.locator("#bar-begin").click()
+        assert page.locator("dialog [name=memory]").count() == 0  # it is for texts
+        page.keyboard.press("Escape")
+        for values, said, kept in (
+            ({"thinking": "on", "budget": "3"}, "thinking for 3 tokens at most", 3),
+            ({"thinking": "on", "budget": ""}, "thinking", True),
+            ({"thinking": "off"}, "no thinking", False),
+        ):
+            set_bar(page, "#bar-begin", n="1", max_tokens="6", **values)
+            assert page.locator("#bar-begin").inner_text().count(f", {said}") == 1
+            assert asked(page, "/loom/doc")["bars"]["chat"]["thinking"] == kept
+        page.locator("#begin").fill(QUESTION)
+        page.locator("#begin").press("Control+Enter")
+        page.locator("#empty").wait_for(state="hidden")
+        idle(page)
+        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["nodes"][-1]
+        assert made["thinking"] is False

@@ -453,7 +453,11 @@ def test_a_text_longer_than_the_context_is_scored_and_continued(small: Paged) ->
 def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) -> None:
     page, n_ctx = small, 256
     root = page.type("The king went out.\n" * 60)
-    bar = {"memory": "The king is called Fritz.", "authors_note": "It rains.", "max_tokens": 16}
+    bar: dict[str, Any] = {
+        "memory": "The king is called Fritz.",
+        "authors_note": "It rains.",
+        "max_tokens": 16,
+    }
     node = page.grow(root["id"], **bar, seed="6")
     told = page.tokens(node["id"])["node"]
     assert (told["memory"], told["authors_note"]) == (bar["memory"], bar["authors_note"])

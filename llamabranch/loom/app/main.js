@@ -208,7 +208,7 @@ export function drawState() {
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
   const trouble = doc.file.error && `The file cannot be written: ${doc.file.error}. The page tries again; an export keeps what is only in memory.`;
   const message = {
-    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link, here or in another tab.",
     "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,

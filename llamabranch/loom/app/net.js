@@ -92,7 +92,7 @@ function connection(is) {
 export async function fetchDoc() {
   const doc = await get("/loom/doc");
   putDoc(doc);
-  net.connected = true;
+  net.session = net.connected = true;
   redraw(["state", "tree", "text", "inspect", "live", "legend"]);
   return doc;
 }
@@ -182,13 +182,14 @@ function listen(since) {
   }
 }
 
-/** After a refused connection: fetch the document again, then listen for its events. */
+/** After a refused connection: fetch the document again, then listen for its events. Without a session this works once the
+ * browser has one, for example because the new link was opened in another tab. */
 async function resume() {
   try {
     const { boot, rev } = await fetchDoc();
     listen(`${boot}.${rev}`);
   } catch {
-    if (net.session) setTimeout(resume, 2000);
+    setTimeout(resume, 2000);
   }
 }
 

@@ -47,7 +47,7 @@ Scored = Produced | TokenScore
 Work = Callable[["PageJob"], Coroutine[object, object, None]]
 
 
-def source_of(token: Produced) -> str:
+def _source(token: Produced) -> str:
     """Return the letter of a generated token's source; a grammar's only choice was forced."""
     return "f" if token.n_allowed == 1 else _SOURCES[token.source]
 
@@ -55,18 +55,6 @@ def source_of(token: Produced) -> str:
 def leaves_cores(ctx: Context) -> bool:
     """Return whether decoding leaves cores to other programs."""
     return available_cores() > ctx.n_threads
-
-
-def scored_tokens(name: str, at: int, scored: Sequence[Scored], src: str) -> Tokens:
-    """Return the record of a node's tokens with their numbers, from its own token number ``at`` on."""
-    tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
-    al = [(isinstance(score, Produced) and score.n_allowed) or None for score in scored]
-    return Tokens(
-        id=name, at=at, ids=[score.token for score in scored], src=src,
-        lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
-        rk=[score.rank or None for score in scored], top=[Raw(_encode(top)) for top in tops],
-        al=al if any(al) else [],
-    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -395,9 +383,15 @@ class Live:
     def take(self, node: Node, scored: Sequence[Scored], src: str, at: int | None = None) -> None:
         """Append tokens to a node, or set the numbers of its own tokens from number ``at`` on."""
         start = len(node.ids) if at is None else at
-        new = scored_tokens(node.id, start, scored, src)
-        self.learn(new.named())
-        self.document.apply(new)
+        tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
+        self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
+        al = [(isinstance(score, Produced) and score.n_allowed) or None for score in scored]
+        self.document.apply(Tokens(
+            id=node.id, at=start, ids=[score.token for score in scored],
+            lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
+            rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
+            al=al if any(al) else [],
+        ))  # fmt: skip
         self.note(node, start, start + len(scored))
 
     def learn(self, ids: Iterable[int]) -> None:
@@ -481,7 +475,7 @@ class Live:
                     node = nodes[update.job.name]
                     tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
-                        self.take(node, tokens, "".join(map(source_of, tokens)))
+                        self.take(node, tokens, "".join(map(_source, tokens)))
                     if update.ended is not None:
                         # What a job that scores this text has read meanwhile was read for it too.
                         n_meanwhile = sum(each.n_read - n_told[each] for each in scoring)

@@ -290,6 +290,29 @@ def test_two_branches_side_by_side(page: Page) -> None:
     assert page.locator("#pair").count() == 0 and chosen_token(page) == len(tokens(page)) - 1
 
 
+def test_the_inspector_says_what_a_grammar_left_and_what_else_acted(page: Page) -> None:
+    node = shown(page, "Her name was")
+    settings = {"choice": ["~"], "max_tokens": 7, "memory": "A tale of the sea.", "stop": ["!"]}
+    made = do(page, "continue", node=node, n=1, **settings)["nodes"][0]["id"]
+    show(page, made)
+    last = page.locator("#text [data-token]").last
+    assert last.inner_text() == "~"
+    last.hover()
+    told(page, "#token .rule", r"^The list of texts left 1 choice; the model wanted .+ \d+ %\.$")
+    wanted = page.locator("#token .rule b").inner_text()
+    assert wanted == page.locator("[data-alternative] .word").first.inner_text()
+    told(page, "#token .facts", "limit: 7 tokens.*stop at “!”.*one of 1 texts.*A tale of the sea")
+    details = page.locator("#token details")
+    details.locator("summary").click()
+    told(page, "#token details", r"exactp \d[-.\de]+, ln p -\d.*texts~")
+    page.locator("#text [data-token]").first.hover()
+    page.locator("#token-pane[data-position='0']").wait_for()
+    assert details.evaluate("each => each.open") and page.locator("#token .rule").count() == 0
+    press(page, "v", "v", "v", "v", at="#text")
+    assert lens_of(page) == "source" and last.get_attribute("data-cue") == "f"
+    assert page.locator("#legend .b3 small").inner_text() == "1"
+
+
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
     tree = tree_file(("A king", -1), (" slept", 0))

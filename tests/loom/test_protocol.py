@@ -82,6 +82,9 @@ def test_the_example_is_no_part_of_the_document_until_it_is_asked_for(
         assert [node["reason"] for node in nodes] == [None, *["length"] * 3]
         page.do("undo")
         assert page.nodes() == [root["id"]]
+        again = page.do("example")["nodes"]
+        assert not {node["id"] for node in nodes} & {node["id"] for node in again}
+        assert page.nodes() == [node["id"] for node in (root, *again)]
 
 
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:

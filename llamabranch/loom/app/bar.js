@@ -28,19 +28,23 @@ const thinkingOf = (thinking) => thinking == null ? "" : thinking === false ? "n
   : thinking === true ? "thinking" : `thinking for ${plural(thinking, "token")} at most`;
 
 /** The bar in words: every setting that acts. @param {string} mode */
-export function sentenceOf(mode) {
-  const bar = barOf(mode), { n = FIRST[mode].n, max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
+export const sentenceOf = (mode) => [plural(barOf(mode).n ?? FIRST[mode].n, mode === "chat" ? "answer" : "text"),
+  ...settingsOf(barOf(mode), mode)].join(", ");
+
+/** Every setting that acts, in words. @param {Bar} bar or a node that was written with one @param {string} mode */
+export function settingsOf(bar, mode) {
+  const { max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
   const acting = { ...store.doc.model?.sampling, ...bar.sampling };
   const known = NUMBERS_OF_BAR.map(([name]) => name);
   const numbers = [...NUMBERS_OF_BAR.filter(([name, , none]) => acting[name] != null && acting[name] !== none)
     .map(([name, words]) => `${words} ${short(acting[name])}`),
   ...Object.keys(acting).filter((name) => !known.includes(name)).map((name) => `${name.replaceAll("_", " ")} ${acting[name]}`)];
-  const kind = followed(bar), isTalk = mode === "chat";
-  return [plural(n, isTalk ? "answer" : "text"), `limit: ${plural(max_tokens, "token")}`, ...numbers,
-    seed != null && `seed ${seed}`, isTalk && thinkingOf(bar.thinking),
+  const kind = followed(bar);
+  return [`limit: ${plural(max_tokens, "token")}`, ...numbers,
+    seed != null && `seed ${seed}`, mode === "chat" && thinkingOf(bar.thinking),
     stop.length && `stop at ${stop.map((/** @type {string} */ each) => `“${label(each)}”`).join(" or ")}`,
     bar.memory && "memory", bar.authors_note && "author’s note",
-    kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean).join(", ");
+    kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean);
 }
 
 /** Keep a bar in the document. Raises an error if the server refuses it. @param {string} mode @param {Bar} bar */

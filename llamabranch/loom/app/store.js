@@ -8,7 +8,7 @@ import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 
 const CACHED_TOPS = 2000;
 
-const NUMBERS = ["ids", "lp", "h", "rk"];
+const NUMBERS = ["ids", "lp", "h", "rk", "al"];
 
 /** Numbers of tokens in typed arrays that grow; unknown ones are NaN. */
 export class Tokens {
@@ -18,7 +18,7 @@ export class Tokens {
     /** @type {Piece[]} */ this.pieces = [];
     /** @type {string[]} */ this.src = [];
     const column = () => new Float32Array(size).fill(NaN);
-    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column();
+    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column(), this.al = column();
   }
 
   grow(/** @type {number} */ n) {
@@ -41,7 +41,7 @@ export class Tokens {
     this.version++;
     for (let i = 0; i < from.ids.length; i++) {
       const same = this.ids[at + i] === from.ids[i]; // keep numbers that an event brought before this older answer
-      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? (same ? this[name][at + i] : NaN);
+      for (const name of NUMBERS) this[name][at + i] = from[name]?.[i] ?? (same ? this[name][at + i] : NaN);
       this.pieces[at + i] = from.text[i];
       this.src[at + i] = from.src[i] ?? "";
     }
@@ -167,10 +167,13 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} node */
-export function putFacts({ id, seed, sampling, stop, max_tokens, grammar, json_schema, read, cached, note }) {
-  const node = store.nodes.get(id);
-  if (node) Object.assign(node, { seed, sampling, stop, max_tokens, grammar, json_schema, note }, read == null ? {} : { read, cached });
+const FACTS = ["seed", "sampling", "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
+  "window", "note"];
+
+/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} from */
+export function putFacts(from) {
+  const node = store.nodes.get(from.id), names = from.read == null ? FACTS : [...FACTS, "read", "cached"];
+  if (node) Object.assign(node, Object.fromEntries(names.map((name) => [name, from[name]])));
 }
 
 function hide(/** @type {string} */ id) {

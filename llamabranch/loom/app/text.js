@@ -2,7 +2,7 @@
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
 import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
-import { SOURCES, lens, looks, ownWords, sparing } from "./lenses.js";
+import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
@@ -64,7 +64,7 @@ export function place() {
 
 /** What a screen reader says about a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
-  const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[c.src[i]];
+  const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[sourceOf(c, i)];
   return [`'${c.shown[i]}'`, p >= 0 && percent(p), c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from paging import Paged, drafted
 from serving import TARGET
 
 import llamabranch as lb
+from llamabranch.loom import live
 
 START = "Once upon a time there was a little"
 
@@ -79,6 +82,9 @@ def test_the_example_is_no_part_of_the_document_until_it_is_asked_for(
         assert [node["reason"] for node in nodes] == [None, *["length"] * 3]
         page.do("undo")
         assert page.nodes() == [root["id"]]
+        again = page.do("example")["nodes"]
+        assert not {node["id"] for node in nodes} & {node["id"] for node in again}
+        assert page.nodes() == [node["id"] for node in (root, *again)]
 
 
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:
@@ -480,3 +486,35 @@ def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) ->
         refused = page.do("continue", 400, node=root["id"], **{name: "far too long " * 99})["error"]
         assert refused["param"] == name and "of the context" in refused["message"]
     page.do("continue", 400, node=root["id"], thinking=True)
+
+
+def test_an_end_tells_what_was_read_meanwhile_and_how_fast_the_model_wrote(page: Paged) -> None:
+    text = " ".join(f"a queen and {i} sons went out" for i in range(90))
+    typed = page.do("type", text=text)
+    node = page.grow(typed["node"]["id"], max_tokens=12)
+    page.finish(typed["job"])
+    (end,) = page.of("end", node=node["id"])
+    assert typed["node"]["n"] - 2 <= end["read"] <= 2 * typed["node"]["n"]
+    again = page.grow(typed["node"]["id"], max_tokens=12)
+    (then,) = page.of("end", node=again["id"])
+    assert then["read"] == 0 and end["rate"] > then["rate"] / 20  # reading is no part of it
+
+
+def test_a_watching_tab_gets_four_frames_a_second_while_all_cores_compute(
+    page: Paged, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "leaves_cores", lambda _: False)
+    heard: list[tuple[str, float]] = []
+    emit = page.loom.emit
+
+    def listen(name: str, data: object) -> None:
+        heard.append((name, perf_counter()))
+        emit(name, data)
+
+    monkeypatch.setattr(page.loom, "emit", listen)
+    page.grow(root["id"], 2, max_tokens=150, seed="8")
+    n = [name for name, _ in heard].index("end")  # with which all that waits is sent
+    times = [t for name, t in heard[:n] if name not in ("node", "job")]  # what begins
+    frames = [t for before, t in pairwise([0.0, *times]) if t - before > 0.02]
+    assert len(frames) > 2 and len(times) > 2 * len(frames)
+    assert all(b - a > 0.2 for a, b in pairwise(frames[:-1]))

@@ -35,13 +35,13 @@ _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
 
 
-@with_options("settings", *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("settings", *DRAFT_OPTIONS, "chat_template", *OUTPUT_OPTIONS, draft="auto")
 def open(
     given: Given,
     console: Console,
     named: str | None = argument("MODEL", "The same as -m.", MODEL),
-    file: Path | None = option(PAGE, "--file FILE", f"NAME{_SUFFIX}; one per model."),
-    port: int = option(PAGE, "--port N", "Or any free one.", 8137, max=65_535),
+    file: Path | None = option(PAGE, "--file FILE", f"NAME{_SUFFIX}; else one per model."),
+    port: int = option(PAGE, "--port N", "Any free one if it is taken.", 8137, max=65_535),
     browser: bool = option(PAGE, "--browser/--no-browser", "Open a browser.", True),
     read_only: bool = option(PAGE, "--read-only", "Write nothing.", False),
 ) -> None:
@@ -81,12 +81,13 @@ def open(
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
-    path = loom.journal.path
+    path, loom.journal.complain = loom.journal.path, console.note
     link = show_link(loom.guard, server.url, console, url=server.url, file=str(path))
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {loom.guard.key}")
     if loom.journal.read_only is not None:
-        console.note(f"{path.name} is read-only: {loom.journal.read_only}")
+        cause = loom.journal.cause and f" ({loom.journal.cause})"
+        console.note(f"{path.name} is read-only. {loom.journal.read_only}{cause}")
     if browser:
         threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
     server.run()

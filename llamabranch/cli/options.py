@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, get_type_hints
 
 import typer
@@ -72,6 +72,8 @@ _SHARED = {
     "draft": (MODEL, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft MODEL",
               "Its drafter; suffix, mtp, none, auto."),
     "draft_max": (MODEL, "-k --draft-max --draft-length --gamma N", "Tokens per draft, or auto."),
+    "chat_template": (MODEL, "--chat-template --chat-template-file FILE|NAME",
+                      "A chat template for it."),
     "chat": (TEXT, "--chat", "The prompt is a message, to be answered."),
     "system": (TEXT, "-sys --system-prompt TEXT", "The system message."),
     "max_tokens": (TEXT, "-n --n-predict --predict --max-tokens N", "Tokens at most; -1: no limit."),
@@ -110,6 +112,7 @@ class Given:
     model: str | None = None
     draft: str | None = None
     draft_max: str = "auto"
+    chat_template: str | None = None
     chat: bool = False
     system: str | None = None
     max_tokens: int | None = None
@@ -145,9 +148,8 @@ class Given:
                 values[name] = value if name == "stop" else setting_value(value)
         if isinstance(bias := values.get("logit_bias"), dict):
             values["logit_bias"] = {token_key("logit_bias", key): bias[key] for key in bias}
-        template = values.get("chat_template")
-        if isinstance(template, str) and "{" not in template and os.path.isfile(template):
-            values["chat_template"] = read_text(Path(template))
+        if isinstance(template := values.get("chat_template"), str):
+            values["chat_template"] = template_source(template)
         return values
 
     def params(self, seed: int | None = None) -> SamplingParams:
@@ -210,6 +212,7 @@ class Given:
             "flash_attention": _SWITCH[self.flash_attn],
             "cache_dir": self.cache_dir,
             "cache_size": self.cache_size,
+            "chat_template": self.chat_template and template_source(self.chat_template),
         }
         options = {name: value for name, value in flags.items() if value is not None}
         return options | self.set("load")
@@ -245,11 +248,11 @@ def with_options(
     """Return a decorator that adds these shared options, or all, to a command's own, as a `Given`.
 
     ``-S`` sets settings of this kind, and of loading; of sampling, drafting and requests if the
-    command has the options for them. The function is called with the `Given`, a console, and the values of its own options. Errors end
-    the command with one line and an exit code.
+    command has the options for them. The function is called with the `Given`, a console, and the
+    values of its own options. Errors end the command with one line and an exit code.
     """
     types, known = get_type_hints(Given), vars(Given)
-    names = names or tuple(name for name in _SHARED if name not in FOLDER_OPTIONS)
+    names = names or tuple(n for n in _SHARED if n not in (*FOLDER_OPTIONS, "chat_template"))
     has = {"sampling": "temperature", "drafting": "draft", "request": "grammar"}
     kinds = {"load", kind} | {each for each, name in has.items() if name in names}
 
@@ -286,6 +289,16 @@ def load(name: str, console: Console, **options: Any) -> lb.Context:
     finally:
         console.progress("")
     return console.resources.enter_context(context)
+
+
+def template_source(template: str) -> str:
+    """Return a chat template by its file; its source, or the name of one of llama.cpp's, as it is.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    is_file = os.path.isfile(template) or PurePath(template).name != template or "." in template
+    return read_text(Path(template)) if is_file and "{" not in template else template
 
 
 def _setting_names() -> dict[str, set[str]]:

@@ -3,19 +3,18 @@
 import { $, h, plural, tell } from "./dom.js";
 import { act } from "./net.js";
 import { look, select, store, view } from "./store.js";
-import { place, shownPath } from "./text.js";
+import { attend, place, shownPath } from "./text.js";
 import { isChat } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, isAnswered, mode, selected, whereTo } from "./where.js";
-import { showPane } from "./panes.js";
+import { exported, mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {
   const at = fields.at ?? place(), node = selected();
-  if (!node) return;
-  if (fields.at == null && isAnswered()) return reply();
+  if (!node) return $("begin").focus();
   const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been interrupted
   const kind = mode();
+  attend(at);
   const answer = await act("continue", { node: store.current, at, ...barOf(kind), resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
@@ -24,11 +23,16 @@ export async function go(fields = {}) {
   return answer;
 }
 
-/** What Ctrl+Enter and Escape do in a box. @param {any} box @param {() => void} submit @param {() => void} [leave] */
-export function onSubmit(box, submit, leave = () => {}) {
-  box.onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Escape") leave();
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
+/** @type {{text: any, keep: (more: boolean) => Promise<any>} | null} the box that is open */ export let opened = null;
+
+/** What Ctrl+Enter and Escape do in a box. @param {any} where @param {() => void} submit @param {() => void} [leave] */
+export function onSubmit(where, submit, leave = () => {}) {
+  where.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    const does = event.isComposing ? null : event.key === "Escape" ? leave
+      : event.key === "Enter" && (event.ctrlKey || event.metaKey) ? submit : null;
+    if (!does) return;
+    event.preventDefault();
+    does();
   };
 }
 
@@ -40,6 +44,7 @@ function openBox({ at, label: title, value = "", edit = false, roles = [], keep:
   const box = h("textarea", { rows: 3, spellcheck: false, value, "aria-label": title });
   const role = h("select", { "aria-label": "Role" }, roles.map((each) => h("option", { value: each }, each)));
   const close = () => {
+    opened = null;
     look({ typingAt: -1 });
     form.remove();
     $("text").focus();
@@ -56,9 +61,10 @@ function openBox({ at, label: title, value = "", edit = false, roles = [], keep:
   const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box,
     note && h("p", { class: "dim note" }, note), h("p", { class: "row" },
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
-      h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
+      h("button", { type: "button", onclick: () => keep(false) }, "Keep as a branch ", h("kbd", {}, "Esc")),
       h("button", { type: "button", onclick: close }, "Discard")));
-  onSubmit(box, () => keep(true), () => keep(false));
+  onSubmit(form, () => keep(true), () => keep(false));
+  opened = { text: box, keep };
   $("turn-tools").hidden = true;
   look({ typingAt: at });
   $("after").prepend(form);

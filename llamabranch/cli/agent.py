@@ -29,9 +29,9 @@ _ENDS = {
 
 
 @with_options(
-    *("system", "max_tokens", "schema"),
-    *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.FOLDER_OPTIONS, *opt.OUTPUT_OPTIONS,
-    max_tokens=2048, kind="agent",
+    f"model system max_tokens schema {opt.SAMPLING_OPTIONS} {opt.MEMORY_OPTIONS} "
+    f"{opt.FOLDER_OPTIONS} as_json verbose",
+    kind="agent", max_tokens=2048,
 )  # fmt: skip
 def agent(
     given: Given,

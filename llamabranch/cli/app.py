@@ -98,7 +98,8 @@ def _row(param: Any) -> tuple[str, str]:
     names = ", ".join(short + long) if short else "    " + long[0]
     value = "" if param.is_flag else f" {param.metavar}"
     default = param.default
-    shown = default is not None and not isinstance(default, (bool, list, tuple))
+    is_plain = default is not None and not isinstance(default, (bool, list, tuple))
+    shown = is_plain and "[default: " not in param.help
     return names + value, param.help + (f" [default: {default}]" if shown else "")
 
 

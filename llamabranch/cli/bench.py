@@ -27,8 +27,7 @@ _ROOM = 256  # cells for tokens generated in addition to -n
 
 
 @with_options(
-    *("max_tokens", "temperature", "settings", "model", "draft", *opt.MODEL_OPTIONS[1:]),
-    *opt.OUTPUT_OPTIONS,
+    f"max_tokens temperature settings model draft {opt.MEMORY_OPTIONS} as_json verbose",
     max_tokens=32,
 )
 def bench(

@@ -220,13 +220,8 @@ class ChatSession:
 
 
 @with_options(
-    "max_tokens",
-    "system",
-    *opt.SAMPLING_OPTIONS,
-    *opt.DRAFT_OPTIONS,
-    *opt.FOLDER_OPTIONS,
-    "verbose",
-    kind="chat",
+    f"max_tokens system {opt.SAMPLING_OPTIONS} {opt.DRAFT_OPTIONS} {opt.FOLDER_OPTIONS} verbose",
+    "chat",
 )
 def chat(
     given: Given,

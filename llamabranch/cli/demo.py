@@ -78,7 +78,7 @@ NEXT = """\
 """
 
 
-@with_options("threads", "verbose")
+@with_options("threads verbose")
 def demo(given: Given, show: Console) -> None:
     """Show forks, drafts and JSON in half a minute.
 

@@ -46,7 +46,7 @@ REBUILD = (
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 
 
-@with_options("threads", "verbose")
+@with_options("threads verbose")
 def doctor(given: Given, console: Console) -> None:
     """Test the installation, and say what is wrong or slow.
 
@@ -83,9 +83,6 @@ def doctor(given: Given, console: Console) -> None:
         raise typer.Exit(EXIT_FAILURE)
 
 
-# -- facts ---------------------------------------------------------------------------------------------
-
-
 def _version(package: str) -> str:
     try:
         return f"{package} {metadata.version(package)}"
@@ -102,9 +99,6 @@ def _versions() -> list[str]:
         f"system: {platform.platform()}",
         *[f"variables: {' '.join(own)}"] * bool(own),
     ]
-
-
-# -- advice ----------------------------------------------------------------------------------------------
 
 
 def advise(machine: Machine, flags: frozenset[str], n_threads: int, *, on_gpu: bool) -> list[str]:

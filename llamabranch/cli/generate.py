@@ -29,7 +29,7 @@ ENDS = {"length": "the limit -n", "capacity": "the full context (-c)", "cancelle
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
 
 
-@with_options(max_tokens=128)
+@with_options(opt.GENERATION_OPTIONS, max_tokens=128)
 def generate(
     given: Given,
     console: Console,
@@ -51,7 +51,7 @@ def generate(
     _run(given, console, requests)
 
 
-@with_options(max_tokens=128, draft_max="4")
+@with_options(opt.GENERATION_OPTIONS, max_tokens=128, draft_max="4")
 def speculate(
     given: Given,
     console: Console,

@@ -10,7 +10,7 @@ import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .console import Console, base_name
-from .options import MODEL, OUTPUT_OPTIONS, Given, argument, with_options
+from .options import MODEL, Given, argument, with_options
 
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
@@ -21,7 +21,7 @@ _FACTS = (
 )  # fmt: skip
 
 
-@with_options(*OUTPUT_OPTIONS)
+@with_options("as_json verbose")
 def models(
     given: Given,
     console: Console,

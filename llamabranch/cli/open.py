@@ -17,16 +17,7 @@ from llamabranch.serve import ServeSettings
 
 from .console import Console
 from .drafters import open_pair, resolve
-from .options import (
-    DRAFT_OPTIONS,
-    MODEL,
-    OUTPUT_OPTIONS,
-    PAGE,
-    Given,
-    argument,
-    option,
-    with_options,
-)
+from .options import DRAFT_OPTIONS, MODEL, PAGE, Given, argument, option, with_options
 
 if TYPE_CHECKING:
     from llamabranch.serve.page import Page
@@ -35,7 +26,7 @@ _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
 
 
-@with_options("settings", *DRAFT_OPTIONS, "chat_template", *OUTPUT_OPTIONS, draft="auto")
+@with_options(f"settings {DRAFT_OPTIONS} chat_template as_json verbose", draft="auto")
 def open(
     given: Given,
     console: Console,

@@ -58,19 +58,20 @@ def unless_minus_one(value: int | None) -> int | None:
 
 
 PROMPT = "-p --prompt --prompts TEXT", "A text to continue; several are allowed."
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
-MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
-DRAFT_OPTIONS = ("model", "draft", "draft_max", *MODEL_OPTIONS[1:])
-FOLDER_OPTIONS = ("cache_dir", "cache_size")
-OUTPUT_OPTIONS = ("as_json", "verbose")
-
-
+# Fields of `Given` that many commands have.
+SAMPLING_OPTIONS = "temperature top_k top_p min_p seed settings"
+MEMORY_OPTIONS = "n_ctx threads gpu_layers kv_type flash_attn"
+FOLDER_OPTIONS = "cache_dir cache_size"
+DRAFT_OPTIONS = f"model draft draft_max {MEMORY_OPTIONS}"
+GENERATION_OPTIONS = (
+    f"{DRAFT_OPTIONS} chat system max_tokens schema grammar {SAMPLING_OPTIONS} as_json verbose"
+)
 # The shared options by their fields in `Given`: panel, names and value, help.
 _SHARED = {
     "model": (MODEL, "-m --model --target --target-model -hf -hfr --hf-repo MODEL",
               "A file, a name, user/repo[:tag]."),
     "draft": (MODEL, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft MODEL",
-              "Its drafter; suffix, mtp, none, auto."),
+              "A model, suffix, mtp or none. [default: auto]"),
     "draft_max": (MODEL, "-k --draft-max --draft-length --gamma N", "Tokens per draft, or auto."),
     "chat_template": (MODEL, "--chat-template --chat-template-file FILE|NAME",
                       "A chat template for it."),
@@ -243,16 +244,15 @@ class Given:
 
 
 def with_options(
-    *names: str, kind: str = "load", **defaults: object
+    listed: str, kind: str = "load", **defaults: object
 ) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that adds these shared options, or all, to a command's own, as a `Given`.
+    """Return a decorator that adds these shared options to a command's own, as a `Given`.
 
     ``-S`` sets settings of this kind, and of loading; of sampling, drafting and requests if the
     command has the options for them. The function is called with the `Given`, a console, and the
     values of its own options. Errors end the command with one line and an exit code.
     """
-    types, known = get_type_hints(Given), vars(Given)
-    names = names or tuple(n for n in _SHARED if n not in (*FOLDER_OPTIONS, "chat_template"))
+    types, known, names = get_type_hints(Given), vars(Given), listed.split()
     has = {"sampling": "temperature", "drafting": "draft", "request": "grammar"}
     kinds = {"load", kind} | {each for each, name in has.items() if name in names}
 

@@ -14,13 +14,13 @@ from llamabranch.eval import divergence, perplexity
 
 from .console import Console, number, plural, shortened
 from .files import piped_or_read, read_text
-from .options import MODEL_OPTIONS, OUTPUT_OPTIONS, TEXT, Given, argument, option, with_options
+from .options import MEMORY_OPTIONS, TEXT, Given, argument, option, with_options
 
 WINDOW = 512  # tokens of a chunk, as in llama-perplexity
 _SHARES = ("same_most_probable_token", "change_of_p")  # shown in per cent
 
 
-@with_options("settings", *MODEL_OPTIONS, *OUTPUT_OPTIONS)
+@with_options(f"settings model {MEMORY_OPTIONS} as_json verbose")
 def score(
     given: Given,
     console: Console,

@@ -22,11 +22,8 @@ _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
 @with_options(
-    "max_tokens",
-    *opt.SAMPLING_OPTIONS,
-    *("model", "draft", *opt.MODEL_OPTIONS[1:]),
-    *opt.FOLDER_OPTIONS,
-    *opt.OUTPUT_OPTIONS,
+    f"max_tokens {opt.SAMPLING_OPTIONS} model draft {opt.MEMORY_OPTIONS} {opt.FOLDER_OPTIONS} "
+    "as_json verbose"
 )
 def serve(
     given: Given,

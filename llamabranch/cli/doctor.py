@@ -59,10 +59,12 @@ def doctor(given: Given, console: Console) -> None:
     for name, command in TESTS.items():
         words = [*command.split(), "-m", hub.BUNDLED_TARGET, "-t", str(given.threads or 1)]
         program = [sys.executable, "-m", "llamabranch.cli", *words]
+        console.progress(f"testing {name}")
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         if done.returncode:
             why = done.stderr.strip() or f"the process ended with {done.returncode}"
             faults.append(f"{name}: {why.splitlines()[0].removeprefix('error: ')}")
+    console.progress("")
     if not faults:
         from llamabranch.bench.machine import Machine, processor_flags
 

@@ -62,6 +62,10 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
     window = given.n_ctx or WINDOW
     name = given.announce(console)
     ctx = given.open(name, console, n_ctx=window)
+    n_tokens = len(ctx.model.prompt_tokens(text))
+    if given.n_ctx is None and n_tokens < 2 * WINDOW:
+        window = max(n_tokens // 2, 4)
+        console.note(f"a short text: chunks of {window} tokens, not {WINDOW}")
 
     def progress(part: Any) -> None:
         console.progress(f"{part.n_done} of {part.n_chunks} chunks")

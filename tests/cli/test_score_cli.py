@@ -54,6 +54,8 @@ def test_a_file_has_the_perplexity_of_the_library_and_a_model_no_divergence_from
     assert re.search(r"perplexity +\d+\.\d+ ± \d", shown)
     assert run("score", path, "-c", "64").stdout == shown  # a file that exists
     assert "is scored alone" in said_by("score", "-f", path, "text")
+    short = run("score", path)  # without -c the chunks fit a short text
+    assert short.exit_code == 0 and "a short text: chunks of " in short.stderr
     same = answer("score", "-f", path, "-c", "64", "--against", "tale-target")
     assert same["kl_divergence"]["value"] == pytest.approx(0, abs=1e-6)
     assert same["same_most_probable_token"]["value"] == 1

@@ -504,17 +504,26 @@ def test_a_watching_tab_gets_four_frames_a_second_while_all_cores_compute(
     page: Paged, root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "leaves_cores", lambda _: False)
-    heard: list[tuple[str, float]] = []
-    emit = page.loom.emit
+    heard: list[tuple[str, int]] = []  # events, and the number of the frame with which they came
+    frames: list[float] = []
+    emit, send = page.loom.emit, page.loom.send_tokens
+
+    def sending() -> None:
+        frames.append(perf_counter())
+        send()
+        frames.append(perf_counter())
 
     def listen(name: str, data: object) -> None:
-        heard.append((name, perf_counter()))
+        heard.append((name, len(frames)))
         emit(name, data)
 
     monkeypatch.setattr(page.loom, "emit", listen)
+    monkeypatch.setattr(page.loom, "send_tokens", sending)
     page.grow(root["id"], 2, max_tokens=150, seed="8")
-    n = [name for name, _ in heard].index("end")  # with which all that waits is sent
-    times = [t for name, t in heard[:n] if name not in ("node", "job")]  # what begins
-    frames = [t for before, t in pairwise([0.0, *times]) if t - before > 0.02]
-    assert len(frames) > 2 and len(times) > 2 * len(frames)
-    assert all(b - a > 0.2 for a, b in pairwise(frames[:-1]))
+    n = [name for name, _ in heard].index("end")  # before it, all that waits is sent
+    first = min([name for name, _ in heard].index(name) for name in ("round", "tokens"))
+    told = [number for _, number in heard[first:n]]
+    assert len(told) > 2 * len({*told}) > 4
+    assert all(number % 2 for number in told)
+    begins = [frames[number - 1] for number in sorted({*told})]
+    assert all(b - a > 0.2 for a, b in pairwise(begins[:-1]))

@@ -314,6 +314,22 @@ def test_the_inspector_says_what_a_grammar_left_and_what_else_acted(page: Page) 
     assert page.locator("#legend .b3 small").inner_text() == "1"
 
 
+def test_drafts_are_told_in_plain_words_and_in_full_on_demand(page: Page) -> None:
+    written(page)
+    told(page, "#live-line", r"^drafted ahead: \d+ of \d+ tokens fitted")
+    page.evaluate("""() => import("/app/store.js").then(async ({store}) => {
+        store.doc.model.draft = "suffix";
+        (await import("/app/dom.js")).redraw(["live"]); })""")
+    told(page, "#live-line", r"^copied ahead: \d+ of \d+ tokens fitted")
+    assert page.locator("#live-body").is_hidden()
+    page.locator("#fold").click()
+    told(
+        page, "#live-body", r"tokens copied ahead: \d+ fitted, \d+ did not, \d+ were not looked at"
+    )
+    assert page.locator(".round .judged").count() > 3
+    assert violations(page) == []
+
+
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
     tree = tree_file(("A king", -1), (" slept", 0))

@@ -70,7 +70,7 @@ class PageJob:
     error: dict[str, object] | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
-    n_read: int = 0  # tokens that it has read and nobody was told of
+    n_read: int = 0  # tokens that it has read to score them
 
     def as_dict(self) -> dict[str, object]:
         """Return the job as the page gets it."""
@@ -120,6 +120,7 @@ class Live:
         self.document = Document()
         self.journal = Journal(path, self.document, read_only=read_only)
         self.service_of = service_of
+        self.acting = asyncio.Lock()  # held by what makes nodes: their names are free until then
         self.boot = token_hex(4)
         self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
@@ -245,14 +246,15 @@ class Live:
         """Tell the tabs the state of the file if it has changed."""
         if self._told != (file := self.file):
             self._told = file
-            self.emit("set", {"file": file})
+            tell = self._emit_later if self.running else lambda _, *event: self.emit(*event)
+            tell("file", "set", {"file": file})
 
     @property
     def file(self) -> dict[str, object]:
         """The file's name and state, for the page's header."""
         journal = self.journal
         return {
-            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.running),
+            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.writing),
             "read_only": journal.read_only, "error": journal.error,
             "unsaved": journal.unsaved(self._unsent),
         }  # fmt: skip
@@ -364,6 +366,11 @@ class Live:
         self.journal.close()
 
     @property
+    def writing(self) -> bool:
+        """Whether a text is being generated."""
+        return any(job.nodes for job in self.running)
+
+    @property
     def running(self) -> list[PageJob]:
         """The jobs that still run."""
         return [job for job in self.jobs.values() if job.state == "running"]
@@ -464,6 +471,9 @@ class Live:
             self._watched(job, request.replace(id=name, on_round=watched(node)))
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
+        above = {each.id for node in nodes.values() for each in node.ancestors()}
+        scoring = [each for each in self.running if each.op == "score" and each.node in above]
+        n_told = {each: each.n_read for each in scoring}
         thoughts = {node: _Thought() for node in nodes.values()}
         async with aclosing(updates(self.service, named)) as steps:
             async for changed in steps:
@@ -473,19 +483,16 @@ class Live:
                     if tokens:
                         self.take(node, tokens, "".join(map(_source, tokens)))
                     if update.ended is not None:
-                        self._end(job, node, update.ended)
+                        # What a job that scores this text has read meanwhile was read for it too.
+                        n_meanwhile = sum(each.n_read - n_told[each] for each in scoring)
+                        n_told = {each: each.n_read for each in scoring}
+                        self._end(job, node, update.ended, n_meanwhile)
 
-    def _end(self, job: PageJob, node: Node, result: Result) -> None:
+    def _end(self, job: PageJob, node: Node, result: Result, n_meanwhile: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
-        # The last token of the prompt is always read. What a job that scores this text has read
-        # meanwhile was read for this node too.
-        above = {each.id for each in node.ancestors()}
-        scoring = [each for each in self.jobs.values() if each.op == "score" and each.node in above]
-        read = max(0, result.evaluated - 1) + sum(each.n_read for each in scoring)
-        for each in scoring:
-            each.n_read = 0
+        read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
         ended = Ended(id=node.id, reason=reason, read=read, cached=result.cached)
         self.add(ended)
         first, last = result.first_token_s, result.last_token_s

@@ -330,6 +330,26 @@ def test_drafts_are_told_in_plain_words_and_in_full_on_demand(page: Page) -> Non
     assert violations(page) == []
 
 
+def test_watching_draws_four_frames_a_second_if_the_model_needs_all_cores(page: Page) -> None:
+    gaps, at_once = page.evaluate("""async () => {
+        const {pace, paints, redraw} = await import("/app/dom.js");
+        const {store} = await import("/app/store.js");
+        const frame = () => new Promise(requestAnimationFrame), times = [];
+        store.doc.model.leaves_cores = false;
+        redraw(["state"]);
+        await frame(), await frame();
+        paints("probe", () => times.push(performance.now()));
+        while (times.length < 5) { // as tokens come
+            redraw(["probe"], true);
+            await frame();
+        }
+        const gaps = times.slice(1).map((time, i) => time - times[i]), n = times.length;
+        redraw(["probe"]); // as after a key
+        await frame(), await frame();
+        return [gaps, times.length - n]; }""")
+    assert min(gaps) > 245 and at_once == 1, gaps
+
+
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
     written(page)
     tree = tree_file(("A king", -1), (" slept", 0))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Handler = Callable[[Loom, Request], Awaitable[Response]]
 
 _MOST_UPLOAD = 64 << 20
+_MOST_TEXT = 8 << 20  # characters of a text; a document of the page may have more
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
 _WRONG = re.compile(r"Expected (.+?)(?:, got (.+?))? - at `\$\.(.+)`")  # msgspec's words
@@ -183,7 +184,11 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    nodes, document = loom.make(await asyncio.to_thread(loom.copied, content)), loom.document
+    if not isinstance(content, Document) and sum(len(item.text) for item in content) > _MOST_TEXT:
+        raise HttpError(413, f"the text is too long: at most {_MOST_TEXT >> 20} MB are imported")
+    async with loom.acting:
+        nodes = loom.make(await asyncio.to_thread(loom.copied, content))
+    document = loom.document
     bar = document.bars.get("text", {})
     fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
     if fields:

@@ -120,6 +120,7 @@ class Live:
         self.document = Document()
         self.journal = Journal(path, self.document, read_only=read_only)
         self.service_of = service_of
+        self.acting = asyncio.Lock()  # held by what makes nodes: their names are free until then
         self.boot = token_hex(4)
         self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
@@ -253,7 +254,7 @@ class Live:
         """The file's name and state, for the page's header."""
         journal = self.journal
         return {
-            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.running),
+            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.writing),
             "read_only": journal.read_only, "error": journal.error,
             "unsaved": journal.unsaved(self._unsent),
         }  # fmt: skip
@@ -363,6 +364,11 @@ class Live:
         if self._saver is not None:
             self._saver.cancel()
         self.journal.close()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a text is being generated."""
+        return any(job.nodes for job in self.running)
 
     @property
     def running(self) -> list[PageJob]:

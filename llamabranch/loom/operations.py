@@ -54,7 +54,14 @@ class Operations:
         return body | await self._loom.confirm() if is_action else body
 
     async def _perform(self, do: Do) -> Answer:
-        operation, loom = _OPERATIONS.get(do.op), self._loom
+        operation = _OPERATIONS.get(do.op)
+        if operation is None or not operation.needs_file or do.current:
+            return await self._run(do, operation)
+        async with self._loom.acting:
+            return await self._run(do, operation)
+
+    async def _run(self, do: Do, operation: _Operation | None) -> Answer:
+        loom = self._loom
         before = loom.again(do.cid)
         if before is not None:
             return before

@@ -283,6 +283,12 @@ def test_two_branches_side_by_side(page: Page) -> None:
     page.locator("[data-alternative]:not([aria-current])").first.click()
     idle(page)
     assert chosen(page) not in made and texts()[1] == " woke"  # it forks where the mouse was
+    copied = page.evaluate("""() => {
+        getSelection().selectAllChildren(document.querySelector("#other .column"));
+        const event = new ClipboardEvent("copy", {clipboardData: new DataTransfer()});
+        document.dispatchEvent(event);
+        return event.clipboardData.getData("text/plain"); }""")
+    assert copied == " woke"
     press(page, "Escape", at="#text")
     assert page.locator("#pair").count() == 0 and page.locator("#beside").is_hidden()
     press(page, "d", at="#text")
@@ -565,6 +571,8 @@ def test_exported_file_works_from_disk_without_a_request(
         page.locator("#live-body").wait_for()
         page.locator("#find").fill("fox")
         told(page, "#found", "[1-9]")
+        page.locator("#text").press("d")
+        assert page.locator("#pair .figures").count() == 2
 
 
 def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(

@@ -392,9 +392,9 @@ def test_a_pick_follows_the_bar_and_belongs_to_the_text_under_its_grammar(page: 
 
 def test_a_wrong_field_is_named_first(page: Paged, root: Any) -> None:
     for fields, message in (
-        ({"tools": {}}, "tools: a JSON list is wanted, not an object"),
-        ({"tools": ["find"]}, "tools: an object is wanted, not text"),
-        ({"n": 0}, "n: a whole number >= 1 is wanted"),
+        ({"tools": {}}, "`tools` is an object, not a list"),
+        ({"tools": ["find"]}, "`tools[0]` is a text, not an object"),
+        ({"n": 0}, "`n`: must be int >= 1"),
     ):
         refused = page.do("chat", 400, node=root["id"], **fields)["error"]
         assert refused["message"] == message and refused["param"].startswith(next(iter(fields)))

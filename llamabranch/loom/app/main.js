@@ -197,7 +197,7 @@ export function drawState() {
   for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
   const { model } = doc;
-  pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
+  Object.assign(pace, model?.leaves_cores ? { share: 1, least: 50 } : { share: 1 / 80, least: 250 }); // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"

@@ -91,12 +91,17 @@ function ghostsOf(c) {
 /** Positions where branches leave the path. @param {Path} c */
 const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
+/** @type {WeakMap<Path, {key: string, classes: Map<number, string>}>} */ const matches = new WeakMap();
+
 /** The classes of tokens that hold what was searched for. @param {Path} c */
 function matchesIn(c) {
-  /** @type {Map<number, string>} */ const marked = new Map(), [at, to] = view.match;
+  const [at, to] = view.match, key = `${at} ${to} ${view.sought}`, there = matches.get(c);
+  if (there?.key === key) return there.classes;
+  /** @type {Map<number, string>} */ const classes = new Map();
   for (const [first, last] of occurrences(c.text, view.sought))
-    for (let i = first; i <= last; i++) marked.set(i, i >= at && i <= to ? " found now" : " found");
-  return marked;
+    for (let i = first; i <= last; i++) classes.set(i, i >= at && i <= to ? " found now" : " found");
+  matches.set(c, { key, classes });
+  return classes;
 }
 
 /** @type {{draw: (moved?: boolean) => void, reveal: (i: number) => void}[]} the text, and the two columns below it */ const views = [];

@@ -164,6 +164,7 @@ const EVENTS = {
 
 /** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
 function listen(since) {
+  events?.close(); // of a session before
   const source = new EventSource(`/loom/events?since=${since}`);
   events = source;
   source.onopen = () => connection(true);

@@ -211,6 +211,17 @@ function textView(box) {
     $("to-end").hidden = view.typingAt >= 0 || below() < 60;
   }
 
+  /** Change what is drawn, and stay where the reader is. @param {() => void} change */
+  function steady(change) {
+    const after = $("after"), { scrollTop } = scroller;
+    after.style.minHeight = `${scroller.scrollHeight}px`; // nothing gets shorter meanwhile
+    change();
+    drawShoots();
+    draw(false);
+    after.style.minHeight = view.typingAt < 0 ? "" : `${Math.max(0, scrollTop + scroller.clientHeight - after.offsetTop)}px`;
+    scroller.scrollTop = scrollTop;
+  }
+
   /** Follow what is written after a token, if that is in view; without one: go to the end. @param {number} [i] */
   function attend(i) {
     const { top: above, bottom } = scroller.getBoundingClientRect(), place = elements.get(i ?? -1)?.getBoundingClientRect();
@@ -224,13 +235,28 @@ function textView(box) {
     draw();
     follow();
   }, { passive: true });
-  return { draw, reveal, follow, attend, element: (/** @type {number} */ i) => elements.get(i) };
+  return { draw, reveal, follow, attend, steady, element: (/** @type {number} */ i) => elements.get(i) };
 }
 
 /** @type {ReturnType<typeof textView>} */ let main;
 
 /** Follow what is written at a position, if that is in view. @param {number} at */
 export const attend = (at) => main.attend(at - 1);
+
+/** Change what is drawn, and stay where the reader is. @param {() => void} change */
+export const steady = (change) => main.steady(change);
+
+/** How many characters of the path are before a point of the screen; null if there is no text. @param {number} x @param {number} y */
+export function charactersBefore(x, y) {
+  const there = document.caretPositionFromPoint?.(x, y), range = there ? null : document.caretRangeFromPoint?.(x, y);
+  const node = there?.offsetNode ?? range?.startContainer, c = shownPath();
+  const element = node?.parentElement?.closest("[data-token]") ?? /** @type {any} */ (node?.parentElement);
+  let i = Number(element?.dataset.token ?? element?.from), offset = there?.offset ?? range?.startOffset ?? 0;
+  if (!$("text").contains(element) || Number.isNaN(i)) return null;
+  while (i < c.n - 1 && offset > c.shown[i].length) offset -= c.shown[i++].length;
+  const isWhole = c.shown[i] !== c.text[i]; // it is drawn as a code
+  return c.text.slice(0, i).join("").length + (isWhole ? offset && c.text[i].length : offset);
+}
 
 /** Keep the end in view if the reader follows it. */
 export const followEnd = () => main.follow();

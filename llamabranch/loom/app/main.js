@@ -14,7 +14,7 @@ import { copyText, startCopy } from "./copy.js";
 import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
-import { drawBox, edit, editTurn, go, keepTyped, onSubmit, opened, reopen, reply, retry, savedSentence, type } from "./typing.js";
+import { drawBox, edit, editTurn, go, goToDraft, keepTyped, onSubmit, opened, reopen, reply, retry, savedSentence, type } from "./typing.js";
 import { begin, drawBeginning, runCard } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
@@ -138,7 +138,7 @@ const run = {
       ({ note }) => act("set", { node: node.id, note }).then((answer) => (answer && keepDraft(name, null), answer)));
     const dialog = $("dialog");
     keepTyped(dialog.querySelector("textarea"), name, dialog.querySelector(".wrong"), draft);
-    dialog.querySelector("[value='']").onclick = () => keepDraft(name, null);
+    dialog.querySelector("button:not(.main)").onclick = () => keepDraft(name, null);
   },
   delete: async () => {
     const segment = segmentOf(store.current);
@@ -178,9 +178,8 @@ const run = {
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: bookmarksDialog,
   saved: () => {
+    if (!opened) goToDraft(run, ({ node }) => node);
     tell(savedSentence());
-    const at = Object.values(store.drafts).find(({ node }) => node);
-    if (at && !opened) select(at.node, at.end);
   },
   new: () => {
     showPane("text");
@@ -232,7 +231,7 @@ export function drawState() {
   $("undo").disabled = !doc.undo || exported();
   $("redo").disabled = !doc.redo || exported();
   $("saved").title = savedSentence();
-  if (doc.boot != null && !reopened) reopened = (reopen(run.new), true);
+  if (doc.boot != null && !reopened) reopened = (reopen(run), true);
   const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
   const was = $("empty").hidden;
   $("empty").hidden = !empty;
@@ -241,7 +240,7 @@ export function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
-  if (store.drafts.begin && !empty) store.drafts.begin.open = false;
+  if (store.drafts.begin && !empty && reopened) store.drafts.begin.open = false;
   if (empty) drawBeginning(model);
   const marked = bookmarked().length;
   set($("marks"), { textContent: `★ ${marked}` });

@@ -140,8 +140,16 @@ export function drawBox() {
   if (draft && !opened && !exported() && c.missing < 0 && c.n >= draft.at) openBox(draft, draft.open);
 }
 
-/** After a reload: show where one was typing. A text whose place is gone is on the first screen. @param {() => void} first shows that */
-export function reopen(first) {
+/** Go where something was typed. @param {Record<string, () => any>} run @param {(draft: any) => any} is which draft */
+export function goToDraft(run, is) {
+  const [name, draft] = Object.entries(store.drafts).find(([, each]) => is(each)) ?? [];
+  if (draft?.node) select(draft.node, draft.end);
+  if (name === "begin") run.new();
+  if (name?.startsWith("note")) run.note();
+}
+
+/** After a reload: show where one was typing. A text whose place is gone is on the first screen. @param {Record<string, () => any>} run */
+export function reopen(run) {
   const field = $("begin");
   for (const id of ["begin", "system", "tools"]) $(id).value = store.drafts[id]?.text ?? "";
   for (const [name, { node, doc, text }] of Object.entries(store.drafts)) {
@@ -151,11 +159,9 @@ export function reopen(first) {
     keepDraft("begin", { text: field.value, caret: field.value.length, open: true });
     tell("The place where you were typing is gone. Your text is here.");
   }
-  const { begin, ...others } = store.drafts, at = Object.values(others).find(({ open, node }) => open && node);
-  if (at) return select(at.node, at.end);
-  if (!begin?.open) return;
-  first();
-  field.setSelectionRange(begin.caret, begin.caret);
+  goToDraft(run, ({ open }) => open);
+  const { caret = 0 } = store.drafts.begin ?? {};
+  field.setSelectionRange(caret, caret);
 }
 
 /** What is saved, and where. */

@@ -79,8 +79,10 @@ def _fork(page: Any) -> None:
 
 
 def _draft(page: Any) -> None:
-    """Do what the card says: a small model drafts, the bundled model judges."""
-    page.locator("[data-card=draft]").click()
+    """Watch drafts: a small model drafts, the bundled model judges."""
+    begin(page, "The old king called his three sons and said")
+    page.locator("#lenses label", has_text="Source").click()
+    page.locator("#fold").click()
     page.locator(".round").nth(4).wait_for()
     ready(page)
     page.locator("#text").press("x")  # shows rejected tokens, too

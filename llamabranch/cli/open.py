@@ -80,12 +80,13 @@ def open(
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
-    path = loom.journal.path
+    path, loom.journal.complain = loom.journal.path, console.note
     link = show_link(loom.guard, server.url, console, url=server.url, file=str(path))
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {loom.guard.key}")
     if loom.journal.read_only is not None:
-        console.note(f"{path.name} is read-only. {loom.journal.read_only} {loom.journal.cause}")
+        cause = loom.journal.cause and f" ({loom.journal.cause})"
+        console.note(f"{path.name} is read-only. {loom.journal.read_only}{cause}")
     if browser:
         threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
     server.run()

@@ -15,7 +15,7 @@ from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
 from . import formats
-from .document import Document, Node, short, turn_columns
+from .document import Bar, Document, Node, short, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 _MOST_UPLOAD = 64 << 20
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
+_WRONG = re.compile(r"Expected (.+?)(?:, got (.+?))? - at `\$\.(.+)`")  # msgspec's words
+_WORDS = {
+    "array": "a JSON list", "object": "an object", "str": "text", "int": "a whole number",
+    "float": "a number", "bool": "true or false", "null": "nothing",
+}  # fmt: skip
 
 
 def front_of(loom: Loom) -> Front:
@@ -35,8 +40,12 @@ def front_of(loom: Loom) -> Front:
     operations = Operations(loom)
 
     async def do(call: Request) -> Response:
-        body = await operations.do(await json_of(call, Do))
-        status = 200 if body.get("job") is None else 202
+        try:
+            fields = await json_of(call, Do)
+        except HttpError as error:
+            raise _worded(error) from None
+        body = await operations.do(fields)
+        status = 507 if "error" in body else 200 if body.get("job") is None else 202
         return reply(body, status)
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -44,6 +53,18 @@ def front_of(loom: Loom) -> Front:
     }
     routes |= loom.guard.routes | {"POST /loom/do": do}
     return Front(loom.guard.check, routes, loom.close)
+
+
+def _worded(error: HttpError) -> HttpError:
+    """Return the error about a wrong field in words for a reader of the page: the field comes first."""
+    match = _WRONG.fullmatch(str(error))
+    if match is None:
+        return error
+    told = [re.sub(r"\w+", lambda m: _WORDS.get(m[0], m[0]), part or "") for part in match.groups()]
+    wanted, got, _ = told
+    name = re.findall(r"[a-z]\w*", match[3])[-1]
+    message = f"{name}: {wanted} is wanted" + (f", not {got}" if got else "")
+    return HttpError(400, message.replace("`", "").replace(" | ", " or "), param=match[3])
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
@@ -82,11 +103,18 @@ async def _next(loom: Loom, call: Request) -> Response:
     """Report what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query_params.get("node")), loom.document
     at = call.query_params.get("at", "")
-    score = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
+    score = await loom.following(node, min(node.end, int(at)) if at.isdecimal() else node.end)
     alternatives = () if score is None else score.alternatives
     loom.learn(a.token for a in alternatives)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]
     return reply({"top": top})
+
+
+async def _example(loom: Loom, call: Request) -> Response:
+    """Send the first screen's example, as `_tokens` sends a text: the sentence, then its endings."""
+    example = await loom.example.document(loom.service)
+    nodes = example.shown()
+    return reply({"parts": [example.columns(n, 0, len(n.ids), top=True) for n in nodes]})
 
 
 async def _find(loom: Loom, call: Request) -> Response:
@@ -155,16 +183,27 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    nodes = loom.make(await asyncio.to_thread(loom.copied, content))
-    await loom.confirm()
-    roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    return reply({"nodes": roots, "count": len(nodes)})
+    nodes, document = loom.make(await asyncio.to_thread(loom.copied, content)), loom.document
+    bar = document.bars.get("text", {})
+    fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
+    if fields:
+        loom.add(Bar(mode="text", fields=bar | fields))
+        loom.emit("set", {"bars": document.bars})
+    shown = nodes[-1].id
+    if isinstance(content, Document):  # as it was shown there
+        names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
+        shown = names.get(content.current or "", nodes[-1]).id
+    roots = [document.node_fields(node) for node in nodes if node.parent is None]
+    answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
+    error = await loom.confirm()
+    return reply(answer | error, 507 if error else 200)
 
 
 _ROUTES: dict[str, Handler] = {
     "GET /loom/doc": _doc,
     "GET /loom/tokens": _tokens,
     "GET /loom/next": _next,
+    "GET /loom/example": _example,
     "GET /loom/find": _find,
     "GET /loom/events": _events,
     "GET /loom/export": _export,

@@ -24,6 +24,9 @@ Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
+Thinking = (
+    bool | Annotated[int, Meta(ge=0)] | None
+)  # at most so many tokens; None = as the template does
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
     40,
@@ -62,11 +65,30 @@ class Turn(Struct, omit_defaults=True):
     text: str | None = None
 
 
+class Window(Struct, rename={"start": "from"}):
+    """What was in the context while a node was written: parts of its text, its memory and its note.
+
+    Attributes:
+        start: the text's tokens from here on; "from" in JSON.
+        memory, note: how many tokens the memory and the author's note have.
+        head: so many tokens of the text's beginning were in it too: BOS, or a chat's system message.
+        note_at: the note stands before this token of the text.
+    """
+
+    start: int
+    memory: int = 0
+    note: int = 0
+    head: int = 0
+    note_at: int = 0
+
+
 class Made(Record, tag="node", kw_only=True):
     """A node. ``a`` is the revision of the action that made it; 0 = this record begins an action.
 
     ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
-    conversation also has ``tools`` and ``variables`` for the chat template.
+    conversation also has ``tools`` and ``variables`` for the chat template. A generated node has all
+    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says what was in the
+    context; None = the whole text.
     """
 
     id: str
@@ -86,6 +108,11 @@ class Made(Record, tag="node", kw_only=True):
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
     variables: dict[str, object] = {}
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
+    window: Window | None = None
+    ruled_from: int | None = None
 
 
 class Tokens(Record, tag="tok", kw_only=True):
@@ -103,6 +130,10 @@ class Tokens(Record, tag="tok", kw_only=True):
     src: str
     top: list[Raw]
     al: list[int | None] = []
+
+    def named(self) -> list[int]:
+        """Return all tokens that it names, also as alternatives."""
+        return [*self.ids, *(token for raw in self.top for token, _ in decoded(raw))]
 
 
 class Pieces(Record, tag="voc", kw_only=True):
@@ -222,9 +253,9 @@ class Node(TextNode):
                 break
         return stretches[::-1]
 
-    def tokens(self, end: int | None = None) -> list[int]:
-        """Return the ids of its text, or of its first ``end`` tokens."""
-        return [t for node, a, b in self.stretches(0, end) for t in node.ids[a:b]]
+    def tokens(self, end: int | None = None, start: int = 0) -> list[int]:
+        """Return the ids of its text, or of its tokens from ``start`` to ``end``."""
+        return [t for node, a, b in self.stretches(start, end) for t in node.ids[a:b]]
 
     def record(self, a: int, b: int | None = None) -> Tokens:
         """Return its own tokens from ``a`` to ``b`` as a record."""
@@ -269,8 +300,11 @@ class Document:
         match record:
             case Made():
                 parent = None if record.parent is None else self.nodes[record.parent]
-                if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
-                    raise ValueError(f"node {record.id} cannot begin at {record.at}")
+                if record.id in self.nodes:
+                    raise ValueError(f"two nodes are called `{record.id}`")
+                if not 0 <= record.at <= (n := parent.end if parent else 0):
+                    above = f"`{record.parent}` has {n} tokens" if parent else "it has no parent"
+                    raise ValueError(f"`{record.id}` cannot begin at {record.at}: {above}")
                 node = self.nodes[record.id] = Node(record, parent)
                 number = record.id[1:]
                 self._n_made = max(self._n_made + 1, int(number) if number.isdecimal() else 0)
@@ -334,7 +368,7 @@ class Document:
         columns, n = ("al", "lp", "h", "rk", "src", "top", "ids"), len(new.ids)
         is_whole = all(len(getattr(new, name)) == n for name in columns[not new.al :])
         if not 0 <= new.at <= len(node.ids) or not is_whole:
-            raise ValueError(f"tokens of {node.id} do not fit")
+            raise ValueError(f"the tokens of `{node.id}` do not fit")
         known = [*node.al[new.at : new.at + n], *[None] * n][:n]
         for name in columns:
             getattr(node, name)[new.at : new.at + n] = getattr(new, name) or known
@@ -423,7 +457,9 @@ class Document:
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
             "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
-            "json_schema": record.json_schema,
+            "json_schema": record.json_schema, "regex": record.regex, "choice": record.choice,
+            "thinking": record.thinking, "window": record.window,
+            "memory": record.memory, "authors_note": record.authors_note,
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,

@@ -1,22 +1,27 @@
 """The file of a document: one record per line, only appended, written by one process.
 
 An incomplete last line is dropped: its process ended while writing it. Any other damaged line ends the
-reading, and the file opens read-only. If the disk is full, lines are kept and written later.
+reading, and the file opens read-only. A line that cannot be written, for example because the disk is
+full, is kept in memory and written later. All that waits is written at once or not at all, so a token
+is on the disk only with its text.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from errno import EEXIST
 from pathlib import Path
+from threading import Lock
 from time import time
 from typing import IO
 
 import msgspec
 
 from ..errors import ConfigError
-from .document import AnyRecord, Document, Head, Record
+from .document import AnyRecord, Change, Document, Head, Node, Record, Tokens
 
 _read = msgspec.json.Decoder(AnyRecord).decode
 _BAD = (msgspec.MsgspecError, LookupError, ValueError, RecursionError)
@@ -57,7 +62,8 @@ class Journal:
     Attributes:
         read_only: why nothing is written, in a sentence; None = the file is written.
         cause: more about that for the terminal, or "".
-        error: why the last lines are not on the disk yet; None = all are.
+        error: why the last lines cannot be written; None = they can.
+        complain: gets what the terminal says when writing fails, works again, or something is lost.
     """
 
     def __init__(self, path: Path, document: Document, *, read_only: bool = False) -> None:
@@ -66,10 +72,16 @@ class Journal:
         self.cause = ""
         self.error: str | None = None
         self._document = document
-        self._lines: list[bytes] = []  # not written yet
+        self.complain: Callable[[str], object] = lambda message: None
+        # Lines that are not on the disk yet, each with its node, and how many own tokens that then has.
+        self._lines: list[tuple[bytes, str | None, int]] = []
+        self._n_written = 0  # so many of them are in the file, which then ends at _end
+        self._size = self._end = 0  # where the lines on the disk end
+        self._is_torn = False  # the file may have more than that
+        self._kept: dict[str, int] = {}  # own tokens of nodes on the disk
         self._file: IO[bytes] | None = None
         self._lock: IO[bytes] | None = None
-        self._size = 0
+        self._mutex, self._syncing = Lock(), Lock()
         if not read_only:
             self._open()
         try:
@@ -98,7 +110,8 @@ class Journal:
                 f"{self.path} was not written by the page: its first line is not a head",
                 hint="import files of other programs in the page, or name another file",
             )
-        self._size = size
+        self._size = self._end = size
+        self._kept = {name: len(node.ids) for name, node in self._document.nodes.items()}
         if damage is not None:
             line, self.cause = damage
             told = "What came before is shown; export it to go on."
@@ -112,46 +125,125 @@ class Journal:
         """Apply a record and keep it for the next ``write``."""
         record.r, record.t = self._document.rev + 1, int(1e3 * time())
         self._document.apply(record)
-        self._lines.append(msgspec.json.encode(record) + b"\n")
+        if self.read_only is None:
+            is_place = isinstance(record, Change) and record.name == "current"
+            name = None if is_place else getattr(record, "id", "")
+            n = record.at + len(record.ids) if isinstance(record, Tokens) else 0
+            with self._mutex:
+                self._lines.append((msgspec.json.encode(record) + b"\n", name, n))
 
     @property
     def saved(self) -> bool:
-        """Whether the file has all records."""
-        return self.error is None and not self._lines
+        """Whether all records are on the disk; the place that is shown does not count."""
+        return self.error is None and all(name is None for _, name, _ in self._lines)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are lines that are not on the disk."""
+        return bool(self._lines)
+
+    def unsaved(self, changing: Iterable[Node] = ()) -> int:
+        """Return how many texts are, at least in part, only in memory; ``changing`` have new tokens."""
+        with self._mutex:
+            names = {name for _, name, _ in self._lines} | {node.id for node in changing}
+            if not self._kept:
+                names |= self._document.nodes.keys()
+        nodes = [self._document.nodes[name] for name in names if name]
+        texts = (len(node.ids) > self._kept.get(node.id, -1) for node in nodes if not node.hidden)
+        return 0 if self.read_only is not None else sum(texts)
 
     def write(self) -> bool:
         """Write the waiting lines; if that fails, keep them and return False."""
-        if self._file is None or self.read_only is not None:
-            self._lines.clear()
-            return True
-        data = b"".join(self._lines)
-        try:
-            if data and self._file.write(data) != len(data):
-                raise OSError("the disk is full")
-        except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(self._size)  # no half line
-            self.error = f"cannot write {self.path.name}: {error.strerror or error}"
-            return False
-        self._size += len(data)
-        self._lines.clear()
-        self.error = None
+        with self._mutex:
+            data = b"".join(line for line, _, _ in self._lines[self._n_written :])
+            if self._file is None or not data:
+                return True
+            try:
+                file = self._file = self._checked(self._file)
+                self._is_torn = True  # until all is written
+                _put(file, data)
+            except OSError as error:
+                self._fail(error)
+                return False
+            self._is_torn = False
+            self._n_written, self._end = len(self._lines), self._end + len(data)
         return True
+
+    def _checked(self, file: IO[bytes]) -> IO[bytes]:
+        """Return the file, made again if it was deleted. OSError: another program has changed it."""
+        self._cut()
+        own = os.fstat(file.fileno())
+        if self.path.exists():
+            if not os.path.samestat(own, self.path.stat()) or own.st_size != self._end:
+                raise OSError(EEXIST, "another program has changed it")
+            return file
+        file.seek(0)
+        new = _opened(self.path)
+        try:
+            _put(new, file.read())
+        except OSError:
+            new.close()
+            self.path.unlink()
+            raise
+        file.close()
+        return new
+
+    def _cut(self) -> None:
+        if self._is_torn and self._file is not None:
+            self._file.truncate(self._end)
+            self._is_torn = False
 
     def sync(self) -> None:
         """Wait until all written lines are on the disk. Any thread may call this."""
-        try:
-            if self._file is not None:
-                os.fsync(self._file.fileno())
-        except ValueError:  # it was closed meanwhile, and synced before
-            pass
-        except OSError as error:
-            self.error = f"cannot write {self.path.name}: {error.strerror or error}"
+        with self._syncing:
+            with self._mutex:
+                file, n, end = self._file, self._n_written, self._end
+            failure = None
+            try:
+                if file is not None:
+                    os.fsync(file.fileno())
+            except ValueError:  # it was closed meanwhile, and another one is written
+                return
+            except OSError as error:
+                failure = error
+            with self._mutex:
+                if file is None or file is not self._file:
+                    return
+                if failure is not None:  # what was written since the last time may be lost
+                    self._n_written, self._end, self._is_torn = 0, self._size, True
+                    self._fail(failure)
+                    return
+                for _, name, length in self._lines[:n]:
+                    if name:
+                        self._kept[name] = max(length, self._kept.get(name, 0))
+                del self._lines[:n]
+                self._n_written, self._size = self._n_written - n, end
+                if self.error is not None and self._n_written == len(self._lines):
+                    self.error = None
+                    self.complain(f"{self.path.name} is written again")
+
+    def _fail(self, error: OSError) -> None:
+        reason = (error.strerror or str(error)).lower()
+        if self.error is None:
+            message = "new texts are only in memory; the page exports them"
+            self.complain(f"cannot write {self.path.name}: {reason}: {message}")
+        self.error = reason
+        with suppress(OSError):
+            self._cut()
+        if error.errno == EEXIST:
+            self._kept.clear()  # the file has nothing of the document
 
     def close(self) -> None:
-        """Write the rest and release the file."""
-        self.write()
-        self.sync()
+        """Try once more to write the rest, say what is lost, and release the file."""
+        if self.write():
+            self.sync()
+        n, what = self.unsaved(), "changes"
+        if n:
+            what = f"{n} texts" if n > 1 else "1 text"
+        if self._lines:
+            were = "was" if n == 1 else "were"
+            lost = f"{were} only in memory and {'is' if n == 1 else 'are'} lost"
+            self.complain(f"{what} {lost}: {self.error}")
         self._release()
 
     def _release(self) -> None:
@@ -159,6 +251,11 @@ class Journal:
             if file is not None:
                 file.close()
         self._file = self._lock = None
+
+
+def _put(file: IO[bytes], data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]  # a part of it may fit
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -10,15 +10,19 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
+from ..branch import Produced
 from ..engine import Request
+from ..model.thoughts import plan_thinking
 from ..request.fields import SamplingFields, TextFields
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
+from ..serve.generation import all_texts
 from ..serve.page import Page
-from ..serve.service import Service
+from ..serve.service import TOO_LONG, Service
 from .document import (
     Change,
     Document,
@@ -28,22 +32,30 @@ from .document import (
     Made,
     Mode,
     Node,
+    Pieces,
     Record,
     Seed,
+    Thinking,
     Tokens,
-    decoded,
 )
+from .example import Example
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
 from .turns import chat_fields, thinking_at
+from .window import prompt_of, window_of
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
+_GRAMMARS = ("grammar", "json_schema", "regex", "choice")
+_KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 
 
 class TextSettings(Struct, kw_only=True):
-    """How a text is sampled, where it stops, and which grammar it follows."""
+    """How a text is sampled, where it stops, which grammar it follows, what else the model sees.
+
+    ``thinking`` is for chats, ``memory`` and ``authors_note`` are for texts.
+    """
 
     seed: Seed | None = None
     sampling: SamplingFields | None = None
@@ -52,6 +64,9 @@ class TextSettings(Struct, kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
 
 
 class BarFields(TextSettings, kw_only=True, omit_defaults=True):
@@ -98,6 +113,27 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
     return await to_thread(fields.text_grammar)
 
 
+def _ruled_from(record: Made, node: Node) -> int:
+    """Return where the text begins that the grammar of a new node runs over.
+
+    The rule: a node that goes on inside a stretch of text that was written under the same grammar
+    belongs to that stretch, together with a token that is picked there. So the grammar runs from the
+    beginning of the stretch, and what it forbids there is refused before anything is made. Everywhere
+    else, also after a stretch that was complete, the grammar begins with the first generated token. In
+    a chat it runs over the whole answer after the thought, whoever wrote it (`thinking_at`).
+    """
+    is_picked, at = record.kind == "taken", record.at
+    place = at if is_picked and at < node.end else at - 1  # the token that is replaced, or the last
+    for owner, *_ in node.stretches(place, place + 1):
+        rules = [[getattr(made, name) for name in _GRAMMARS] for made in (record, owner.made)]
+        since = owner.made.ruled_from
+        since = owner.at + owner.n_given if since is None else since
+        is_complete = owner.reason == "stop" and at == owner.end
+        if any(rules[0]) and rules[0] == rules[1] and since <= at and not is_complete:
+            return since
+    return at + is_picked
+
+
 class Loom(Live):
     """One document in the browser.
 
@@ -121,6 +157,7 @@ class Loom(Live):
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Page(port, FILES)
+        self.example = Example()
         self._draft = draft
         self._loading = {"message": "loading the model"}
 
@@ -136,7 +173,7 @@ class Loom(Live):
                 "with this model, import it into another document."
             )
         self.emit("model", self.model())
-        self.emit("set", {"file": self.file})
+        self.tell_file()
 
     def model(self) -> dict[str, object]:
         """Return the facts about the model that the page shows."""
@@ -194,20 +231,76 @@ class Loom(Live):
 
     # -- nodes -----------------------------------------------------------------------------------------
 
-    def made(self, do: Do, i: int, kind: str, at: int) -> Made:
-        """Return the record of a node to generate, with its own seed."""
-        if do.seed in (None, "", "-1"):
-            do.seed = str(secrets.randbits(31))
-        seed = int(do.seed or 0)
-        return Made(
-            id=self.document.name(i), parent=do.node, at=at, kind=kind, by="A",
-            seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
-            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
-            json_schema=do.json_schema, regex=do.regex, choice=do.choice,
+    async def made(
+        self, do: Do, node: Node, at: int, kind: str, n: int = 1, n_given: int = 0
+    ) -> list[Made]:
+        """Return the records of ``n`` nodes to generate, each with its own seed.
+
+        Args:
+            do: the settings.
+            node, at: they continue the first ``at`` tokens of this node's text.
+            kind: "sampled", or "taken" after a picked token.
+            n, n_given: how many nodes, and tokens that each one begins with.
+
+        Raises:
+            HttpError: a setting does not fit the text, or the memory is too long.
+        """
+        document, n_ctx = self.document, self.service.n_ctx
+        seed = secrets.randbits(31) if do.seed in (None, "", "-1") else int(do.seed or 0)
+        first = Made(
+            id=document.name(), parent=do.node, at=at, kind=kind, by="A", seed=str(seed),
+            stop=do.stop, max_tokens=do.max_tokens, grammar=do.grammar, json_schema=do.json_schema,
+            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), regex=do.regex,
+            choice=do.choice, thinking=do.thinking, memory=do.memory, authors_note=do.authors_note,
         )  # fmt: skip
+        self.check_mode("chat" if document.turns(node, at) else "text", do)
+        first.ruled_from = _ruled_from(first, node)
+        memory, note = await self.asides(first)
+        room = n_ctx - max(1, min(n * do.max_tokens, n_ctx // 4)) - n_given
+        fixed = at if await text_grammar(first) is None else first.ruled_from
+        first.window = window_of(
+            document, node, at, room, memory=len(memory), note=len(note), fixed=min(at, fixed),
+            bos=self.service.model.bos,
+        )  # fmt: skip
+        return [first] + [
+            replace(first, id=document.name(i), seed=str(derive_seed(seed, i))) for i in range(1, n)
+        ]
+
+    def check_mode(self, mode: Mode, settings: TextSettings) -> None:
+        """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
+        if mode == "text" and settings.thinking is not None:
+            raise HttpError(400, "thinking is for chats: this is a text", param="thinking")
+        if mode == "chat":
+            plan_thinking(self.service.model, [], settings.thinking)
+        for name in ("memory", "authors_note") if mode == "chat" else ():
+            if getattr(settings, name).strip():
+                message = "the memory and the author's note are for texts: this is a chat"
+                raise HttpError(400, message, param=name)
+
+    async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
+        """Return the tokens of the memory and of the author's note, each with the end of its line.
+
+        Raises:
+            HttpError: one of them takes too much of the context.
+        """
+        asides: list[list[int]] = []
+        for name, said, part in (
+            ("memory", "the memory", "half"), ("authors_note", "the author's note", "an eighth"),
+        ):  # fmt: skip
+            text: str = getattr(settings, name)
+            line = text if text[-1:].isspace() else f"{text}\n"
+            ids = await self.service.tokenize(line, add_special=False) if text.strip() else []
+            most = self.service.n_ctx // (2 if part == "half" else 8)
+            if len(ids) > most:
+                message = (
+                    f"{said} has {len(ids):,} tokens; it may have {part} of the context, {most:,}"
+                )
+                raise HttpError(400, message, param=name)
+            asides.append(ids)
+        return asides
 
     def params(self, made: Made) -> SamplingParams:
-        """Return a node's sampling settings."""
+        """Return a node's sampling settings. Raises ConfigError: they are invalid."""
         fields = msgspec.convert(made.sampling, SamplingFields)
         seed, service = None if made.seed is None else int(made.seed), self.service
         return fields.sampling(service.settings.sampling, service.model).replace(
@@ -218,20 +311,69 @@ class Loom(Live):
         """Return the request that continues a node.
 
         Raises:
-            HttpError, LlamaBranchError: the settings are invalid.
+            HttpError, LlamaBranchError: the settings are invalid, or the text breaks its grammar.
         """
-        record, tokens, thinking = node.made, node.tokens(), None
-        grammar = await text_grammar(record)
+        record, document, thinking = node.made, self.document, None
+        grammar, turns = await text_grammar(record), document.turns(node)
         continues = len(node.ids) - node.n_given
-        if grammar or record.stop:  # these apply to the answer, not to the thought
-            thinking, begin = thinking_at(self.document, self.service.model, node, node.end)
-            continues = min(continues, node.end - begin)
+        ruled_from = node.end - continues if record.ruled_from is None else record.ruled_from
+        is_answer = turns and turns[-1].role == "assistant"
+        if is_answer and (grammar or record.stop or record.thinking is not None):
+            # These apply to the answer, not to the thought.
+            thinking, ruled_from = thinking_at(document, self.service.model, node, node.end)
+            continues = min(continues, node.end - ruled_from)
+        if grammar is not None:
+            continues = node.end - ruled_from
+        tokens = prompt_of(record.window, node, node.end, *await self.asides(record))
         self.service.check_room(tokens, max_tokens)
+        if grammar is not None and record.window is not None and ruled_from < record.window.start:
+            message = f"{TOO_LONG}: the context has no room for all that the grammar runs over"
+            raise HttpError(400, message)
+        if grammar is not None and continues:
+            await to_thread(self._check_follows, grammar, tokens[-continues:])
         return Request(
             tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(record), max_tokens=max_tokens, stop=record.stop,
             top_logprobs=MOST_TOP,
         )  # fmt: skip
+
+    async def check(self, made: Made, records: Sequence[Record], node: Node) -> Request:
+        """Return the request of a node that is not made yet, from its record and its first tokens.
+
+        Raises:
+            HttpError, LlamaBranchError: as ``request``.
+        """
+        new = Node(made, node)
+        for record in records:
+            if isinstance(record, Pieces):
+                self.document.apply(record)
+            elif isinstance(record, Tokens) and record.id == made.id:
+                self.document.put(new, record)
+        return await self.request(new, made.max_tokens)
+
+    def _check_follows(self, grammar: Grammar, ids: Sequence[int]) -> None:
+        """Raise HttpError if a grammar does not allow a text, of which the last token is new."""
+        model = self.service.model
+        said, state = _KINDS.get(grammar.kind, "the grammar"), grammar.start(model)
+        for i, token in enumerate(ids, 1):
+            if not state.allows(token):
+                where = "here" if i == len(ids) else "in what is written so far"
+                piece = model.detokenize([token], special=True)
+                raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
+            state.accept(token)
+
+    async def following(self, node: Node, end: int) -> Produced | None:
+        """Return what could follow the first tokens of a text; it is never an end token."""
+        owners = node.stretches(end - 1, end)
+        memory, note = await self.asides(owners[0][0].made if owners else node.made)
+        service = self.service
+        window = window_of(
+            self.document, node, end, service.n_ctx - 1, memory=len(memory), note=len(note),
+            bos=service.model.bos,
+        )  # fmt: skip
+        request = service.next_request(prompt_of(window, node, end, memory, note), MOST_TOP)
+        (text,) = await all_texts(service, [request])
+        return next(iter(text.result.emitted), None)
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:
         """Add nodes and their tokens as one action, and return them. ``cid`` is the id of its request."""
@@ -240,7 +382,7 @@ class Loom(Live):
         for record in records:
             if isinstance(record, (Made, Change)):
                 record.a, record.cid = first, "" if first else cid
-            self.journal.add(record)
+            self.keep(record)
             if isinstance(record, Made):
                 first = first or record.r
                 nodes.append(self.document.nodes[record.id])
@@ -273,9 +415,8 @@ class Loom(Live):
                 case Made():
                     record.parent = record.parent and names[record.parent]
                 case Tokens():
-                    self.service.model.check_tokens(record.ids)
-                    named = (t for raw in record.top for t, _ in decoded(raw))
-                    records += self.document.learn(self.service.model, [*record.ids, *named])
+                    self.service.model.check_tokens(ids := record.named())
+                    records += self.document.learn(self.service.model, ids)
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]
@@ -300,7 +441,7 @@ class Loom(Live):
             else:
                 ids = model.tokenize(item.text, add_special=False, parse_special=False)
             records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
-            records += self.plain(name, ids, "p" if root else "t")
+            records += self.plain(name, ids, ("p" if root else "t") * len(ids))
             ends.append(at + len(ids))
             if item.bookmark:
                 records.append(Change(id=name, name="bookmark"))

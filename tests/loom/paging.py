@@ -93,7 +93,7 @@ class Paged(Serving):
         folder: where the file is.
         drafter: makes what drafts.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
-        model: what writes.
+        model, n_ctx: what writes, and the size of its context.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class Paged(Serving):
         read_only: bool = False,
         waits: bool = True,
         model: Path = TARGET,
+        n_ctx: int = 1024,
     ) -> None:
         self.may_load = threading.Event()
         self.drafter: lb.Drafter | None = None
@@ -117,6 +118,7 @@ class Paged(Serving):
         def open_engine() -> lb.AsyncEngine:
             self.may_load.wait(WAIT_S)
             config = lb.SpeculativeConfig(draft_k=4)
+            own["n_ctx"] = n_ctx
             return bundled_engine(n_seq_max=12, drafter=made, config=config, model=model, **own)
 
         super().__init__(open_engine)

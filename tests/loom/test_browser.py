@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,6 +237,80 @@ def test_endings_are_whole_and_the_word_that_tells_them_apart_is_marked(page: Pa
     shoots.nth(2).click()
     idle(page)
     assert chosen(page) == made[2]
+
+
+def test_two_branches_side_by_side(page: Page) -> None:
+    node = shown(page, "The old king")
+    ends = [" slept all night.", " slept all day.", " woke"]
+    made = [do(page, "type", node=node, text=text)["node"]["id"] for text in ends]
+    idle(page)
+    show(page, made[0])
+    press(page, "d", at="#text")
+    sides = page.locator("#pair > [role=group]")
+    columns = page.locator("#pair .column")
+
+    def texts() -> list[str]:
+        page.wait_for_function("document.querySelectorAll('#pair .column .t').length > 1")
+        return columns.evaluate_all("all => all.map(each => each.textContent)")
+
+    def shared() -> str:
+        return "".join(page.locator("#text > :not(#pair) .t").all_inner_texts())
+
+    assert (shared(), texts()) == ("The old king slept all", [" night.", " day."])
+    for i, word in enumerate(("night", "day")):
+        line = sides.nth(i).locator(".parting").inner_text()
+        columns.nth(i).locator("[data-token]").first.hover()  # the inspector has the same number
+        told(page, "#token h2", word)
+        told(page, "#token .numbers", "probability" + line.removeprefix(f"{word} "))
+    figures = sides.nth(1).locator(".figures").inner_text()
+    assert re.fullmatch(r"2 tokens, on average .* % a token, all together .*", figures)
+    assert violations(page) == []
+    for width, is_below in ((1280, False), (390, True)):
+        page.set_viewport_size({"width": width, "height": 844})
+        idle(page)
+        places = [sides.nth(i).bounding_box() or {} for i in range(2)]
+        assert (places[1]["y"] > places[0]["y"]) == is_below
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.set_viewport_size({"width": 1280, "height": 720})
+    # The tree changes the first branch, the list the other one.
+    page.locator("#beside select").select_option(made[2])
+    idle(page)
+    assert (shared(), texts()) == ("The old king", [" slept all night.", " woke"])
+    show(page, made[1])
+    assert (shared(), texts()) == ("The old king", [" slept all day.", " woke"])
+    columns.nth(1).locator("[data-token]").first.hover()
+    page.locator("[data-alternative]:not([aria-current])").first.click()
+    idle(page)
+    assert chosen(page) not in made and texts()[1] == " woke"  # it forks where the mouse was
+    press(page, "Escape", at="#text")
+    assert page.locator("#pair").count() == 0 and page.locator("#beside").is_hidden()
+    press(page, "d", at="#text")
+    columns.nth(1).locator("[data-token]").last.click()
+    idle(page)
+    assert page.locator("#pair").count() == 0 and chosen_token(page) == len(tokens(page)) - 1
+
+
+def test_the_inspector_says_what_a_grammar_left_and_what_else_acted(page: Page) -> None:
+    node = shown(page, "Her name was")
+    settings = {"choice": ["~"], "max_tokens": 7, "memory": "A tale of the sea.", "stop": ["!"]}
+    made = do(page, "continue", node=node, n=1, **settings)["nodes"][0]["id"]
+    show(page, made)
+    last = page.locator("#text [data-token]").last
+    assert last.inner_text() == "~"
+    last.hover()
+    told(page, "#token .rule", r"^The list of texts left 1 choice; the model wanted .+ \d+ %\.$")
+    wanted = page.locator("#token .rule b").inner_text()
+    assert wanted == page.locator("[data-alternative] .word").first.inner_text()
+    told(page, "#token .facts", "limit: 7 tokens.*stop at “!”.*one of 1 texts.*A tale of the sea")
+    details = page.locator("#token details")
+    details.locator("summary").click()
+    told(page, "#token details", r"exactp \d[-.\de]+, ln p -\d.*texts~")
+    page.locator("#text [data-token]").first.hover()
+    page.locator("#token-pane[data-position='0']").wait_for()
+    assert details.evaluate("each => each.open") and page.locator("#token .rule").count() == 0
+    press(page, "v", "v", "v", "v", at="#text")
+    assert lens_of(page) == "source" and last.get_attribute("data-cue") == "f"
+    assert page.locator("#legend .b3 small").inner_text() == "1"
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from browsing import (
@@ -12,7 +12,9 @@ from browsing import (
     asked,
     begin,
     idle,
+    press,
     state,
+    tokens,
     told,
     violations,
     visiting,
@@ -20,6 +22,8 @@ from browsing import (
 from paging import Opened
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from playwright.sync_api import Browser, Page
 
 LENSES = ("probability", "entropy", "rank", "source")
@@ -39,6 +43,70 @@ def page(chromium: Browser, served: Opened, request: pytest.FixtureRequest) -> I
         opened.locator("[role=treeitem]").nth(1).click()
         idle(opened)
         yield opened
+
+
+WORDS = "There was once a king who lived in a kitchen."
+
+
+def opens(page: Page, selector: str) -> str:
+    """Click a part of the example; return the text that is shown once the model has gone on."""
+    page.locator(f"#example {selector}").click()
+    page.locator("#empty").wait_for(state="hidden")
+    idle(page)
+    page.wait_for_function("() => document.activeElement.id === 'text'")
+    return "".join(tokens(page))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_first_screen_shows_a_text_that_one_can_click(
+    chromium: Browser, tmp_path: Path, scheme: Any
+) -> None:
+    with (
+        Opened(tmp_path) as served,
+        visiting(chromium, served, color_scheme=scheme) as page,
+    ):
+        page.locator("#example .sentence").wait_for()
+        idle(page)
+        assert page.evaluate("document.activeElement.id") == "begin"
+        assert page.locator("#example .sentence").inner_text() == WORDS
+        painted = page.locator("#example .sentence .t[class*=' b']")
+        assert painted.count() > 5
+        assert page.locator(".ending").count() == 3
+        said = page.locator("body").inner_text().lower()
+        for word in ("token", "template", "replay", "exact", "temperature", "probability"):
+            assert word not in said
+        assert violations(page) == []
+        measured = page.evaluate(CONTRAST, ["#example .t, #example h3, #example h4, .note"])
+        assert min(ratio for _, ratio, _ in measured) >= 4.5
+        page.locator("#example [data-word='4']").focus()
+        told(page, "#others h4", "Instead of “king”")
+        assert asked(page, "/loom/doc")["nodes"]["id"] == []
+        for part, begins, is_whole in (
+            ("[data-word='4']", "There was once a king", True),
+            (".ending >> nth=1", WORDS.removesuffix(" kitchen."), False),
+            ("#others button:not([aria-current]) >> nth=0", "There was once a", False),
+        ):
+            text = opens(page, part)
+            assert text.startswith(begins) and (text == begins) is is_whole
+            assert len(asked(page, "/loom/doc")["nodes"]["id"]) > 4  # the example, and new texts
+            press(page, "u", "u", at="#text")
+            page.locator("#example .sentence").wait_for()
+
+
+def test_exact_replay_says_what_it_needs(chromium: Browser, tmp_path: Path) -> None:
+    small: Any = {"viewport": {"width": 390, "height": 844}}
+    with Opened(tmp_path) as served, visiting(chromium, served, **small) as page:
+        assert page.locator("#exact").is_hidden()  # nothing is written yet
+        begin(page)
+        boxes = [each.bounding_box() for each in page.locator("header .tools > :visible").all()]
+        assert len({box["y"] + box["height"] / 2 for box in boxes if box}) == 1
+        assert max(box["x"] + box["width"] for box in boxes if box) <= 390
+        page.locator("#exact").click()
+        assert "-S exact=true" in page.locator("dialog").inner_text()
+        assert violations(page) == []
+    with Opened(tmp_path, "-S", "exact=true") as served, visiting(chromium, served) as page:
+        idle(page)
+        assert page.locator("#exact").is_hidden()
 
 
 def written(page: Page, *texts: str) -> list[str]:
@@ -82,7 +150,7 @@ def test_a_search_marks_every_token_of_every_match(chromium: Browser, served: Op
         written(page, "The old king said: an old king am I, and no old queen.")
         page.locator("#find").fill("old king")
         told(page, "#found", "^2$")
-        page.wait_for_function("document.querySelectorAll('#text .found').length > 3")
+        page.wait_for_function("() => document.querySelectorAll('#text .found').length > 3")
         assert [text.strip() for text in found(page)] == ["old king"] * 2
         assert found(page, ".now") == []
         page.locator("#find").press("Enter")

@@ -1,11 +1,11 @@
 // @ts-check
 // Dialogs: questions, bookmarks, export and import.
 import { $, fill, h, label, plural, tell, visible, warn } from "./dom.js";
-import { backend } from "./net.js";
+import { backend, fetchDoc } from "./net.js";
 import { FLAGS, select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
-import { showPane } from "./panes.js";
+import { showPane } from "./where.js";
 
 /** A dialog with fields. A field is [name, title, first value]. It stays open and shows the error until the action succeeds.
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
@@ -45,12 +45,11 @@ async function bring(/** @type {any} */ file) {
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
   $("dialog").close();
-  const [first] = answer.nodes;
-  if (first) {
-    shownBefore.set(first.id, [store.current, store.end]);
-    select(first.id);
-  }
-  tell(`${plural(answer.count, "node")} imported.`);
+  shownBefore.set(answer.nodes[0].id, [store.current, store.end]);
+  await fetchDoc(); // the new nodes must be here to be shown, and scored
+  select(answer.shown);
+  const more = answer.bar.map((/** @type {string} */ name) => (name === "memory" ? "memory" : "author’s note")).join(" and ");
+  tell(`${plural(answer.count, "node")} imported.${more && ` The ${more} went to the settings of texts.`}`);
 }
 
 export const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));

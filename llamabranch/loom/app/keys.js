@@ -24,6 +24,7 @@ export const ACTIONS = [
   ["edit", "", "edit this line; this turn in a chat", ["e"]],
   ["retry", "", "answer again, in a chat", ["R"]],
   ["thoughts", "", "show or fold thoughts", ["t"]],
+  ["compare", "", "two branches side by side", ["d"]],
   ["stop", "", "end: keep the box, else stop, else leave the token", ["Escape"]],
   ["lens", "", "the next lens", ["v"]],
   ["lensBack", "", "the previous lens", ["V"]],

@@ -18,6 +18,9 @@ export const SOURCES = {
 };
 const LETTERS = Object.keys(SOURCES);
 
+/** The letter of a token's source: forced also if a draft guessed it. @param {Columns} c @param {number} i */
+export const sourceOf = (c, i) => (c.al[i] === 1 ? "f" : c.src[i]);
+
 /** The bins of a number that grows from pale to strong, by the edges between them.
  * @param {number[]} edges @param {string[]} [bins] names, if they are not the edges */
 const rising = (edges, bins = [...edges.map((edge) => `< ${edge}`), "more"]) =>
@@ -38,7 +41,7 @@ export const LENSES = [
     title: "Rank", value: (c, i) => c.rk[i], cue: (bin, c, i) => (bin ? String(c.rk[i]) : ""),
     ...rising([2, 3, 6, 11, 101], ["1", "2", "3–5", "6–10", "11–100", "more"]) },
   { name: "source", says: "Where each token comes from: you, the sampler, a grammar, or a draft that was accepted.",
-    title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(c.src[i]) : NaN),
+    title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(sourceOf(c, i)) : NaN),
     cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place,
     bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected", "picked"] },
 ];
@@ -113,7 +116,7 @@ export function drawLegend(c, visit) {
   attribute(box.lastChild, "aria-pressed", String(Boolean(store.settings.allWords)));
   counts.forEach((count, bin) => {
     const button = box.children[bin];
-    set(button.lastChild, { textContent: count || "" });
+    set(button.lastChild, { textContent: count ? String(count) : "" });
     set(button, { hidden: bin === unknown && count === 0 });
   });
 }

@@ -5,20 +5,19 @@ import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { charactersBefore, foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, charactersBefore, foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
 import { fold, freeze, startLive } from "./live.js";
+import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
-import { drawMono, isMono } from "./mono.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
-import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
+import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
 import { drawBox, edit, editTurn, go, goToDraft, keepTyped, onSubmit, opened, reopen, reply, retry, savedSentence, type } from "./typing.js";
-import { begin, drawBeginning, runCard } from "./first.js";
+import { begin, drawBeginning } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
-import { showPane, startPanes, widen } from "./panes.js";
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
@@ -39,7 +38,7 @@ function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
-  if (stateOf(net) !== "ready" || seen.has(store.current) || n > store.doc.model.n_ctx) return;
+  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || seen.has(store.current) || n > store.doc.model.n_ctx) return;
   seen.add(store.current);
   if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
@@ -62,6 +61,7 @@ function drawWhere() {
   attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
+  $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
   typed.hidden = answered; // there the button beside the bar is Reply
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
@@ -119,10 +119,11 @@ const run = {
   },
   stop: async () => {
     if (opened) return opened.keep(false);
-    if (![...store.jobs.values()].some(({ state }) => state === "running")) return moveTo(-1);
+    if (![...store.jobs.values()].some(({ state }) => state === "running")) return besides().other ? putBeside() : moveTo(-1);
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
+  compare: putBeside,
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
@@ -168,9 +169,13 @@ const run = {
   }),
   find: () => $("find").focus(),
   copy: copyText,
-  mono: () => keepSetting("mono", !isMono()),
+  mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
+  exact: () => ask("Exact replay is off", [], "", () => {}, [
+    h("p", {}, "The same seed can write another text while other texts are written, because numbers are then rounded in another order."),
+    h("p", {}, "Start with ", h("code", {}, `llamabranch open ${store.doc.model?.name} -S exact=true`),
+      " to turn it on. Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
@@ -199,30 +204,34 @@ export function drawState() {
   const root = document.documentElement;
   const { doc } = store;
   const state = stateOf(net);
-  if (state === "ready" && root.dataset.state !== state) staying(stay);
+  if (["ready", "disk-error"].includes(state) && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
-  const { theme, widths } = store.settings;
+  const { theme, mono = false } = store.settings;
+  root.toggleAttribute("data-mono", mono);
+  for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
-  for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { model } = doc;
   pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
-  $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
-  fill($("model"), model && h("span", {}, visible(model.name)),
-    model?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
+  $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"
+    : !doc.file.error ? (doc.file.saved === false ? "saving …" : "saved") : !doc.file.unsaved ? "not saved" : `${plural(doc.file.unsaved, "text")} only in memory`;
+  $("model").textContent = visible(model?.name ?? "");
+  $("exact").hidden = model?.exact !== false || exported();
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
+  const trouble = doc.file.error && `The file cannot be written: ${doc.file.error}. The page tries again; an export keeps what is only in memory.`;
   const message = {
-    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link, here or in another tab.",
     "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
-    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is lost; the page tries again.`,
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,
-  }[state];
+  }[state] ?? trouble;
   $("bar").hidden = !message;
-  if ($("bar").textContent !== (message ?? "")) {
-    fill($("bar"), visible(message ?? ""));
+  attribute($("bar"), "data-danger", message && message === trouble);
+  if ($("bar").firstChild?.textContent !== (message ?? "")) {
+    const offers = message && (message === trouble || state === "read-only");
+    fill($("bar"), h("span", {}, visible(message ?? "")), offers && h("button", { type: "button", "data-action": "export" }, "Export"));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
@@ -246,7 +255,7 @@ export function drawState() {
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
   if (!empty) drawWhere();
-  else fill($("bar-begin"), sentenceOf(begins()), " ", h("kbd", {}, keysOf("options")[0] ?? ""));
+  else set($("bar-begin"), { textContent: doc.bars?.[begins()] ? sentenceOf(begins()) : "Settings", title: `How it goes on: ${sentenceOf(begins())}` });
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */
@@ -266,17 +275,15 @@ function showTools({ target }) {
 export function start() {
   radios("lenses", LENSES.map(({ name, title }) => [name, title]), keepLens);
   choose();
-  startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Stop"];
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], showPane);
+  showPane("text");
+  const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": title === "Stop" ? null : "" }, title, " ",
+    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
-    const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
-    const { action, card } = button?.dataset ?? {};
+    const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};
     if (action) run[action]();
-    if (!card) return;
-    void runCard(card, button.value);
   });
   $("turn-tools").append(...[["Edit", editTurn], ["Answer again", retry]].map(([title, what]) =>
     h("button", { type: "button", onclick: () => /** @type {any} */ (what)(Number($("turn-tools").dataset.turn)) }, title)));
@@ -290,31 +297,29 @@ export function start() {
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
-  $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   startFind();
-  const tree = startTree();
   paints("state", drawState);
   paints("place", () => {
     $("turn-tools").hidden = true;
     staying(stay);
   });
-  paints("tree", tree.tree);
-  paints("text", startText());
+  const text = startText(), beside = startBeside();
+  paints("tree", startTree());
+  paints("text", () => (beside(), text()));
   paints("where", () => {
     drawBox();
     if ($("empty").hidden) drawWhere();
   });
-  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin))));
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin)));
   paints("inspect", drawInspector);
   paints("live", startLive());
-  paints("minimap", tree.minimap);
   listeners.push((name, { state, node }) => {
     if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);
-  prefersDark.onchange = () => redraw(["state", "minimap"]);
+  prefersDark.onchange = () => redraw(["state"]);
   redraw(["state"]);
 }
 

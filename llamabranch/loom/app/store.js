@@ -8,7 +8,7 @@ import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 
 const CACHED_TOPS = 2000;
 
-const NUMBERS = ["ids", "lp", "h", "rk"];
+const NUMBERS = ["ids", "lp", "h", "rk", "al"];
 
 /** Numbers of tokens in typed arrays that grow; unknown ones are NaN. */
 export class Tokens {
@@ -18,7 +18,7 @@ export class Tokens {
     /** @type {Piece[]} */ this.pieces = [];
     /** @type {string[]} */ this.src = [];
     const column = () => new Float32Array(size).fill(NaN);
-    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column();
+    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column(), this.al = column();
   }
 
   grow(/** @type {number} */ n) {
@@ -41,7 +41,7 @@ export class Tokens {
     this.version++;
     for (let i = 0; i < from.ids.length; i++) {
       const same = this.ids[at + i] === from.ids[i]; // keep numbers that an event brought before this older answer
-      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? (same ? this[name][at + i] : NaN);
+      for (const name of NUMBERS) this[name][at + i] = from[name]?.[i] ?? (same ? this[name][at + i] : NaN);
       this.pieces[at + i] = from.text[i];
       this.src[at + i] = from.src[i] ?? "";
     }
@@ -97,7 +97,7 @@ export function keepSetting(name, value) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
-  redraw(["state", "minimap", "legend"]);
+  redraw(["state", "legend"]);
 }
 
 /** Keep what is typed in a box in this tab, until it is kept or discarded. Returns whether the browser keeps it.
@@ -116,6 +116,8 @@ export function keepDraft(name, draft) {
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
 export const view = { sought: "", /** @type {number[]} the match that was gone to, as positions */ match: [-1, -1], cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
+  /** the end of a branch that is shown beside the text, and whether the mouse is in it
+   * @type {string | null} */ beside: null, side: false,
   /** where the reader continues after a new branch: the inspector and the arrow keys begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -141,7 +143,7 @@ export function select(id, to = null) {
   Object.assign(store, { current: node, end });
   hush();
   look({ cursor: -1, hover: -1, reading: -1, typingAt: -1 });
-  redraw(["place", "tree", "live", "minimap", "legend"]);
+  redraw(["place", "tree", "live", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */
@@ -160,7 +162,7 @@ export function putNode(from) {
 
 /** Take a whole document; tokens that are known stay. @param {Loose} doc */
 export function putDoc(doc) {
-  const old = store.nodes;
+  const old = doc.boot === store.doc.boot ? store.nodes : new Map(); // another process may give a name to another text
   store.nodes = new Map();
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
@@ -180,10 +182,13 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} node */
-export function putFacts({ id, seed, sampling, stop, max_tokens, grammar, json_schema, read, cached, note }) {
-  const node = store.nodes.get(id);
-  if (node) Object.assign(node, { seed, sampling, stop, max_tokens, grammar, json_schema, note }, read == null ? {} : { read, cached });
+const FACTS = ["seed", "sampling", "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
+  "window", "note"];
+
+/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} from */
+export function putFacts(from) {
+  const node = store.nodes.get(from.id), names = from.read == null ? FACTS : [...FACTS, "read", "cached"];
+  if (node) Object.assign(node, Object.fromEntries(names.map((name) => [name, from[name]])));
 }
 
 function hide(/** @type {string} */ id) {
@@ -332,9 +337,9 @@ export function stateOf(net) {
   const { doc, jobs } = store;
   const running = [...jobs.values()].filter((job) => job.state === "running");
   /** @type {Record<string, any>} */ const states = {
-    "no-session": !net.session, "connection-lost": !net.connected, "disk-error": doc.file.error,
+    "no-session": !net.session, "connection-lost": !net.connected,
     "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
-    generating: running.length, "read-only": doc.file.read_only,
+    generating: running.length, "disk-error": doc.file.error, "read-only": doc.file.read_only,
   };
   return Object.keys(states).find((name) => states[name]) ?? "ready";
 }

@@ -2,9 +2,9 @@
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
 import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
-import { SOURCES, lens, looks, ownWords, sparing } from "./lenses.js";
+import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { look, occurrences, ownerOf, pathOf, pieceText, pieces, store, texts, view } from "./store.js";
+import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -37,6 +37,25 @@ const kept = keptPath();
 /** The path that is shown. */
 export const shownPath = () => kept(store.current, view.typingAt >= 0 ? view.typingAt : store.end);
 
+const keptBeside = keptPath();
+/** @type {{c?: Path, other: Path | null, at: number}} */ let parted = { other: null, at: 0 };
+
+/** The branch that is shown beside the text, if any, and where the two part. */
+export function besides() {
+  const c = shownPath(), isThere = view.beside && view.typingAt < 0 && store.nodes.has(view.beside);
+  const other = isThere ? keptBeside(view.beside, null) : null;
+  if (parted.c === c && parted.other === other) return parted;
+  let at = other ? 0 : c.n;
+  while (other && at < Math.min(c.n, other.n) && c.ids[at] === other.ids[at]) at++;
+  return (parted = { c, other, at });
+}
+
+/** The text that the mouse is in, and its node. @returns {[Path, string | null]} */
+export function pointedAt() {
+  const { other } = besides();
+  return other && view.side && view.hover >= 0 ? [other, view.beside] : [shownPath(), store.current];
+}
+
 /** Where actions begin: after the cursor, or where the path ends. */
 export function place() {
   const node = store.nodes.get(store.current ?? "");
@@ -45,7 +64,7 @@ export function place() {
 
 /** What a screen reader says about a token. @param {Path} c @param {number} i */
 function spoken(c, i) {
-  const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[c.src[i]];
+  const p = Math.exp(c.lp[i]), source = /** @type {any} */ (SOURCES)[sourceOf(c, i)];
   return [`'${c.shown[i]}'`, p >= 0 && percent(p), c.rk[i] > 0 && `rank ${c.rk[i]}`, source].filter(Boolean).join(", ");
 }
 
@@ -80,25 +99,26 @@ function matchesIn(c) {
   return marked;
 }
 
-/** A view of the shown path in a listbox. Blocks near the view have text, and the tokens in view are elements.
- * @param {any} box */
-function textView(box) {
-  const scroller = box.parentElement;
+/** @type {{draw: (moved?: boolean) => void, reveal: (i: number) => void}[]} the text, and the two columns below it */ const views = [];
+
+/** A view of a part of a path in a listbox. Blocks near the view have text, and the tokens in view are elements.
+ * @param {any} box @param {string} prefix of the tokens' ids @param {() => [Path, number, number]} shows the path, and the positions */
+export function textView(box, prefix, shows) {
   /** @type {any[]} elements with the tokens that they stand for */ const blocks = [];
   /** @type {Map<number, any>} */ let elements = new Map();
   /** @type {Path | null} */ let drawn = null;
-  let width = 0, looked = "";
-  let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
+  let width = 0, looked = "", range = "", isShort = true;
 
-  /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c */
-  function cut(c) {
+  /** Cut a path into blocks; one that was not drawn has an estimated height. @param {Path} c @param {number} start @param {number} end */
+  function cut(c, start, end) {
     let count = 0;
     const parts = partsOf(c);
     for (const part of parts.length ? parts : [{ from: 0, to: c.n }]) {
-      for (let { from } = part; from < part.to; count++) {
-        let to = Math.min(part.to, from + BLOCK);
-        while (to < part.to && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
-        const block = (blocks[count] ??= box.appendChild(h("div", { role: "none" })));
+      const last = Math.min(part.to, end);
+      for (let from = Math.max(part.from, start); from < last; count++) {
+        let to = Math.min(last, from + BLOCK);
+        while (to < last && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
+        const block = (blocks[count] ??= box.insertBefore(h("div", { role: "none" }), prefix === "t" ? box.querySelector("#pair") : null));
         Object.assign(block, { from, to, turned: "kind" in part ? part : undefined });
         set(block, dressOf(block));
         if (!block.firstChild) block.style.height = `${(textOf(c, block).length * CHARACTER) / box.clientWidth}px`;
@@ -118,7 +138,7 @@ function textView(box) {
 
   /** The runs of a block, each one text at first. @param {Path} c @param {any} block */
   function runsOf(c, block) {
-    const size = c.n <= view.limit ? LARGEST : RUN;
+    const size = isShort ? LARGEST : RUN;
     const count = Math.ceil((block.to - block.from) / size);
     while (block.children.length > count) block.lastChild.remove();
     for (let i = 0; i < count; i++) {
@@ -135,14 +155,14 @@ function textView(box) {
   /** The tokens of a run as elements with colour, cue and name, keeping existing elements. @param {Path} c @param {any} run
    * @param {Map<number, any>} ghosts @param {Set<number>} forks @param {Map<number, string>} found @param {Map<number, any>} kept */
   function drawRun(c, run, ghosts, forks, found, kept) {
-    const content = [];
+    const content = [], cursor = prefix === "o" ? -1 : view.cursor;
     for (let i = run.from; i < run.to; i++) {
       const element = elements.get(i) ?? h("span", { role: "option", "aria-setsize": -1, "aria-posinset": i + 1,
-        "data-token": i, id: `t${i}` });
+        "data-token": i, id: `${prefix}${i}` });
       const text = c.shown[i], attributes = figures(c, i);
-      attributes.class += (forks.has(i) ? " fork" : "") + (i === view.cursor ? " cursor" : "") + (found.get(i) ?? "");
+      attributes.class += (forks.has(i) ? " fork" : "") + (i === cursor ? " cursor" : "") + (found.get(i) ?? "");
       attributes.class += `${c.control[i] ? " control" : ""}${text === "" ? " part" : ""}${/^\n+$/.test(text) ? " line" : ""}`;
-      set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i), "aria-selected": String(i === view.cursor) });
+      set(element, { ...attributes, textContent: text, "aria-label": spoken(c, i), "aria-selected": String(i === cursor) });
       kept.set(i, element);
       if (ghosts.has(i)) content.push(ghosts.get(i));
       content.push(element);
@@ -153,15 +173,17 @@ function textView(box) {
 
   /** Draw what has changed; also after scrolling and resizing, if it is asked for. */
   function draw(moved = true) {
-    const c = shownPath();
+    if (!box.isConnected) return;
+    const [c, from, to] = shows();
     const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
     const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
     const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, sparing(), folded, rounds].join();
-    if (!moved && c === drawn && looks === looked) return;
-    const anew = c !== drawn || width !== box.clientWidth;
-    if (anew) cut(c);
-    [drawn, width, looked] = [c, box.clientWidth, looks];
-    const { top, bottom } = scroller.getBoundingClientRect();
+    if (!moved && c === drawn && range === `${from} ${to}` && looks === looked) return;
+    const anew = c !== drawn || range !== `${from} ${to}` || width !== box.clientWidth;
+    isShort = to - from <= view.limit;
+    if (anew) cut(c, from, to);
+    [drawn, range, width, looked] = [c, `${from} ${to}`, box.clientWidth, looks];
+    const { top, bottom } = scroller().getBoundingClientRect();
     const isNear = (/** @type {DOMRect} */ place, /** @type {number} */ margin) =>
       place.bottom > top - margin && place.top < bottom + margin;
     const places = blocks.map((block) => block.getBoundingClientRect());
@@ -177,7 +199,6 @@ function textView(box) {
       if (!near) block.replaceChildren();
       return near ? runsOf(c, block) : [];
     });
-    const isShort = c.n <= view.limit;
     const seen = runs.map((run) => isShort || isNear(run.getBoundingClientRect(), 0));
     const ghosts = ghostsOf(c), forks = forksOf(c), found = matchesIn(c);
     /** @type {Map<number, any>} */ const kept = new Map();
@@ -187,12 +208,12 @@ function textView(box) {
     });
     elements = kept;
     if (anew && !isShort) draw(); // draw again with the measured heights
-    attribute(box, "aria-activedescendant", elements.has(view.cursor) ? `t${view.cursor}` : null);
+    attribute($("text"), "aria-activedescendant", $(`t${view.cursor}`) ? `t${view.cursor}` : null);
   }
 
-  /** Scroll so that a token can be seen. @param {number} i @param {ScrollLogicalPosition} [where] */
-  function reveal(i, where = "nearest") {
-    if (shownPath() !== drawn) draw();
+  /** Scroll so that a token can be seen. @param {number} i */
+  function reveal(i) {
+    if (shows()[0] !== drawn) draw();
     const block = blocks.find(({ to }) => i < to);
     if (block && !elements.has(i)) {
       block.scrollIntoView({ block: "nearest" });
@@ -200,51 +221,30 @@ function textView(box) {
       [...block.children].find((run) => i < run.to)?.scrollIntoView({ block: "center" });
       draw();
     }
-    elements.get(i)?.scrollIntoView({ block: where });
+    elements.get(i)?.scrollIntoView({ block: "nearest" });
   }
 
-  const below = () => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight; // px of text below the view
-
-  function follow() {
-    if (follows && view.cursor < 0 && view.typingAt < 0) scroller.scrollTop = scroller.scrollHeight;
-    top = scroller.scrollTop;
-    $("to-end").hidden = view.typingAt >= 0 || below() < 60;
-  }
-
-  /** Change what is drawn, and stay where the reader is. @param {() => void} change */
-  function steady(change) {
-    const after = $("after"), { scrollTop } = scroller;
-    after.style.minHeight = `${scroller.scrollHeight}px`; // nothing gets shorter meanwhile
-    change();
-    drawShoots();
-    draw(false);
-    after.style.minHeight = view.typingAt < 0 ? "" : `${Math.max(0, scrollTop + scroller.clientHeight - after.offsetTop)}px`;
-    scroller.scrollTop = scrollTop;
-  }
-
-  /** Follow what is written after a token, if that is in view; without one: go to the end. @param {number} [i] */
-  function attend(i) {
-    const { top: above, bottom } = scroller.getBoundingClientRect(), place = elements.get(i ?? -1)?.getBoundingClientRect();
-    if (i == null || i < 0 || (place && place.bottom > above && place.top < bottom)) follows = true;
-    if (i == null) moveTo(-1), redraw(["text"]);
-  }
-
-  scroller.addEventListener("scroll", () => {
-    if (below() < 2) follows = true;
-    else if (scroller.scrollTop < top) follows = false;
-    draw();
-    follow();
-  }, { passive: true });
-  return { draw, reveal, follow, attend, steady, element: (/** @type {number} */ i) => elements.get(i) };
+  const made = { draw, reveal };
+  views.push(made);
+  return made;
 }
 
-/** @type {ReturnType<typeof textView>} */ let main;
+const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));
 
-/** Follow what is written at a position, if that is in view. @param {number} at */
-export const attend = (at) => main.attend(at - 1);
+const scroller = () => $("text").parentElement;
+let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
+const below = () => scroller().scrollHeight - scroller().scrollTop - scroller().clientHeight; // px of text below the view
 
 /** Change what is drawn, and stay where the reader is. @param {() => void} change */
-export const steady = (change) => main.steady(change);
+export function steady(change) {
+  const after = $("after"), box = scroller(), { scrollTop } = box;
+  after.style.minHeight = `${box.scrollHeight}px`; // nothing gets shorter meanwhile
+  change();
+  drawShoots();
+  drawViews(false);
+  after.style.minHeight = view.typingAt < 0 ? "" : `${Math.max(0, scrollTop + box.clientHeight - after.offsetTop)}px`;
+  box.scrollTop = scrollTop;
+}
 
 /** How many characters of the path are before a point of the screen; null if there is no text. @param {number} x @param {number} y */
 export function charactersBefore(x, y) {
@@ -259,7 +259,18 @@ export function charactersBefore(x, y) {
 }
 
 /** Keep the end in view if the reader follows it. */
-export const followEnd = () => main.follow();
+export function followEnd() {
+  if (follows && view.cursor < 0 && view.typingAt < 0 && !view.beside) scroller().scrollTop = scroller().scrollHeight;
+  top = scroller().scrollTop;
+  $("to-end").hidden = view.typingAt >= 0 || below() < 60;
+}
+
+/** Follow what is written at a position, if that is in view; without one: go to the end. @param {number} [at] */
+export function attend(at) {
+  const { top: above, bottom } = scroller().getBoundingClientRect(), place = at && $(`t${at - 1}`)?.getBoundingClientRect();
+  if (!at || (place && place.bottom > above && place.top < bottom)) follows = true;
+  if (at == null) moveTo(-1), redraw(["text"]);
+}
 
 /** Fold or unfold thoughts, all of the path if none is given. @param {import("./turns.js").Part[]} [parts] */
 export function foldThoughts(parts = partsOf(shownPath())) {
@@ -273,7 +284,7 @@ export function foldThoughts(parts = partsOf(shownPath())) {
 export function moveTo(i) {
   const { n } = shownPath();
   look({ cursor: i < 0 || n === 0 ? -1 : Math.min(i, n), hover: -1, reading: -1 }); // n: behind the last token
-  if (view.cursor >= 0) main.reveal(Math.min(view.cursor, n - 1));
+  if (view.cursor >= 0) views[view.cursor < besides().at ? 0 : 1].reveal(Math.min(view.cursor, n - 1));
 }
 
 /** Where the arrow keys begin without a cursor: where the reader continues, if there is such a place. @param {number} otherwise */
@@ -307,7 +318,7 @@ export const turnings = (all) => all.map((own) => own.findIndex((_, i) => all.le
 /** What could follow, if the path ends at a fork. */
 function drawShoots() {
   const box = $("shoots");
-  const all = view.typingAt < 0 ? following(store.current, store.end) : [];
+  const all = view.typingAt < 0 && !view.beside ? following(store.current, store.end) : [];
   const shown = all.slice(-SHOOTS);
   view.limit = shown.length ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
@@ -343,18 +354,22 @@ function drawShoots() {
 }
 
 export function startText() {
-  main = textView($("text"));
+  textView($("text"), "t", () => [shownPath(), 0, besides().at]);
   const box = $("text");
   const resting = later(80);
   const over = (/** @type {any} */ event) => Number(event.target.closest?.("[data-token]")?.dataset.token ?? -1);
-  const rest = (/** @type {number} */ i) => resting(() => {
-    if (i >= 0 || !$("token-pane").matches(":hover")) view.hover = i;
+  const rest = (/** @type {number} */ i, side = false) => resting(() => {
+    if (i >= 0 || !$("token-pane").matches(":hover")) Object.assign(view, { hover: i, side });
     redraw(["inspect"]);
   }, i < 0 ? 400 : 80);
   set(box, {
-    onmouseover: (/** @type {any} */ event) => rest(over(event)), onmouseleave: () => rest(-1),
+    onmouseover: (/** @type {any} */ event) => rest(over(event), $("other")?.contains(event.target)), onmouseleave: () => rest(-1),
     onclick: (/** @type {any} */ event) => {
       const { turned } = event.target;
+      if ($("other")?.contains(event.target) && view.beside) {
+        select(view.beside);
+        look({ beside: null });
+      }
       if (over(event) >= 0) moveTo(over(event));
       else if (turned?.kind === "thought") foldThoughts([turned]);
     },
@@ -365,29 +380,35 @@ export function startText() {
     },
   });
   set($("token-pane"), { onmouseleave: () => rest(-1) });
-  new ResizeObserver(() => (main.draw(), main.follow())).observe(box.parentElement);
-  $("to-end").onclick = () => main.attend();
+  const drawn = () => (drawViews(true), followEnd());
+  new ResizeObserver(drawn).observe(scroller());
+  scroller().addEventListener("scroll", () => {
+    if (below() < 2) follows = true;
+    else if (scroller().scrollTop < top) follows = false;
+    drawn();
+  }, { passive: true });
+  $("to-end").onclick = () => attend();
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
     ownWords([...c.owners.map(({ id }) => store.nodes.get(id)), ...following(store.current, store.end).map(({ first }) => first)]
       .some((node) => ["sampled", "taken"].includes(node?.kind)));
     drawShoots();
-    main.draw(false);
-    main.follow();
+    drawViews(false);
+    followEnd();
   };
 }
 
 /** The ten most probable tokens at a position of the path, or after it; they are fetched if they are missing.
  * @param {number} i */
 export function topsAt(i) {
-  const c = shownPath();
+  const [c, node] = pointedAt();
   const owner = ownerOf(c, i);
-  const key = i === c.n ? `next ${store.current}:${i}` : `${owner}:${i}`;
+  const key = i === c.n ? `next ${node}:${i}` : `${owner}:${i}`;
   const top = store.tops.get(key);
-  if (top || !store.current) return top;
-  if (i === c.n) void fetchNext(key, store.current, i);
-  else if (owner) void fetchPath(store.current, Math.max(0, i - 8), 32, 1);
+  if (top || !node) return top;
+  if (i === c.n) void fetchNext(key, node, i);
+  else if (owner) void fetchPath(node, Math.max(0, i - 8), 32, 1);
 }
 
 /** A token as it is named in a sentence. @param {import("./store.js").Piece} piece */

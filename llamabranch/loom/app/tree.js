@@ -1,5 +1,5 @@
 // @ts-check
-// The tree: stretches without forks as rows of a pool, the minimap.
+// The tree: stretches without forks as rows of a pool.
 import { $, attribute, clip, h, label, later, redraw, set } from "./dom.js";
 import { binOf, lens } from "./lenses.js";
 import { fetchPath } from "./net.js";
@@ -87,7 +87,6 @@ function update() {
     built = store.revision;
     build();
     unfold();
-    redraw(["minimap"]);
   }
   for (const id of store.grown) {
     const node = store.nodes.get(id), segment = byNode.get(id)?.at(-1);
@@ -198,7 +197,7 @@ function wording(segment) {
 
 /** What a row says: from the first word on that none of its neighbours has there. @param {Segment} segment @param {Segment[]} family
  * @param {number} place in the family @returns {Wording} */
-function heading(segment, family, place) {
+export function heading(segment, family, place) {
   const { role, words } = wording(segment);
   let same = 0;
   for (const other of family.slice(Math.max(0, place - NEIGHBOURS), place + NEIGHBOURS)) {
@@ -314,37 +313,8 @@ function drawTree() {
   });
 }
 
-/** The whole tree from left to right, by tokens; a click goes there. */
-function drawMinimap() {
-  update();
-  const canvas = $("minimap");
-  const { clientWidth: width, clientHeight: height } = canvas;
-  const scale = devicePixelRatio;
-  if (!width || !height) return;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  const pen = canvas.getContext("2d");
-  const style = getComputedStyle(canvas);
-  const longest = rows.reduce((most, { to }) => Math.max(most, to), 1);
-  const high = (canvas.height - 2) / Math.max(1, rows.length);
-  const chosen = segmentOf(store.current);
-  rows.forEach((segment, i) => {
-    pen.fillStyle = segment === chosen ? style.accentColor : style.color;
-    pen.globalAlpha = segment === chosen ? 1 : 0.45;
-    const left = (segment.from / longest) * (canvas.width - 4);
-    const wide = ((segment.to - segment.from) / longest) * (canvas.width - 4);
-    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(4, high - 1));
-    pen.fillRect(left, i * high, Math.max(2, wide - scale), thick);
-  });
-}
-
 export function startTree() {
   $("tree").addEventListener("scroll", () => redraw(["tree"]), { passive: true });
-  new ResizeObserver(() => redraw(["tree", "minimap"])).observe($("tree-pane"));
-  $("minimap").onclick = (/** @type {MouseEvent} */ event) => {
-    const place = Math.floor((event.offsetY / $("minimap").clientHeight) * rows.length);
-    if (rows[place]) goTo(rows[place]);
-  };
-  const calm = later(100);
-  return { tree: drawTree, minimap: () => calm(drawMinimap) };
+  new ResizeObserver(() => redraw(["tree"])).observe($("tree-pane"));
+  return drawTree;
 }

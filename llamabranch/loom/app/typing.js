@@ -7,8 +7,7 @@ import { segmentOf } from "./tree.js";
 import { attend, place, shownPath, steady } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, mode, selected, whereTo } from "./where.js";
-import { showPane } from "./panes.js";
+import { exported, mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {
@@ -202,7 +201,7 @@ export function edit(before) {
   let i = 0;
   for (let sum = 0; i < c.n && (sum += c.text[i].length) <= before; ) i++;
   if (isChat(c)) return editTurn(turnAt(c, i), before);
-  while (i > 0 && !c.text[i - 1].endsWith("\n")) i--;
+  while (i > c.control[0] && !c.text[i - 1].endsWith("\n")) i--;
   openBox({ kind: "edit", ...here(), at: i, caret: before - c.text.slice(0, i).join("").length });
 }
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from browsing import afresh, asked, begin, chosen_token, idle, press, tokens, told, violations
+from paging import Opened, chat_model
 
 if TYPE_CHECKING:
-    from paging import Opened
     from playwright.sync_api import Browser, Page
 
 LINES = "".join(f"The {i}th king had a daughter.\n" for i in range(40))
@@ -329,14 +329,30 @@ def test_a_draft_whose_place_is_gone_is_on_the_first_screen(page: Page) -> None:
 
 def test_an_error_is_told_at_the_box_and_the_text_stays(page: Page) -> None:
     shown(page, "A short text")
-    press(page, "Enter", at="#text")
-    long = " and then" * 9000
-    page.locator(BOX).fill(long)
-    page.locator(BOX).press("Escape")
-    told(page, ".typing .wrong", "tokens")
-    idle(page)
-    assert page.locator(BOX).input_value() == long
+    press(page, "e", at="#text")
+    page.locator(BOX).fill("Another short text")
+    refused = {"error": {"message": "there is no room for this"}}
+    page.route("**/loom/do", lambda route: route.fulfill(status=409, json=refused))
+    press(page, "Escape")
+    told(page, ".typing .wrong", "there is no room")
+    assert page.locator(BOX).input_value() == "Another short text"
     assert page.locator(BOX).is_editable() and violations(page) == []
+    page.unroute("**/loom/do")
+    press(page, "Escape")
+    assert page.locator("#text").inner_text().endswith("Another short text")
+
+
+def test_tools_that_are_no_list_are_told_below_them(chromium: Browser, tmp_path: Path) -> None:
+    model = chat_model(tmp_path)
+    with Opened(tmp_path, model) as running, afresh(chromium, running) as page:
+        page.locator("#told summary").click()
+        for tools, said in (('{"type": "function"}', "a JSON list is wanted"), ("[", "tools: ")):
+            page.locator("#tools").fill(tools)
+            page.locator("#begin").fill("Who lived there?")
+            page.locator("#begin").press("Control+Enter")
+            told(page, "#begin-wrong", said)
+            assert page.locator("#begin").input_value() == "Who lived there?"
+        assert violations(page) == []
 
 
 def test_pasting_three_megabytes_is_refused_at_the_box(chromium: Browser, served: Opened) -> None:

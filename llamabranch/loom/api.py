@@ -112,7 +112,7 @@ async def _next(loom: Loom, call: Request) -> Response:
 
 async def _example(loom: Loom, call: Request) -> Response:
     """Send the first screen's example, as `_tokens` sends a text: the sentence, then its endings."""
-    example = await loom.example.document(loom.service)
+    example = await loom.example.document()
     nodes = example.shown()
     return reply({"parts": [example.columns(n, 0, len(n.ids), top=True) for n in nodes]})
 

@@ -47,7 +47,7 @@ Scored = Produced | TokenScore
 Work = Callable[["PageJob"], Coroutine[object, object, None]]
 
 
-def source_of(token: Produced) -> str:
+def _source(token: Produced) -> str:
     """Return the letter of a generated token's source; a grammar's only choice was forced."""
     return "f" if token.n_allowed == 1 else _SOURCES[token.source]
 
@@ -55,18 +55,6 @@ def source_of(token: Produced) -> str:
 def leaves_cores(ctx: Context) -> bool:
     """Return whether decoding leaves cores to other programs."""
     return available_cores() > ctx.n_threads
-
-
-def scored_tokens(name: str, at: int, scored: Sequence[Scored], src: str) -> Tokens:
-    """Return the record of a node's tokens with their numbers, from its own token number ``at`` on."""
-    tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
-    al = [(isinstance(score, Produced) and score.n_allowed) or None for score in scored]
-    return Tokens(
-        id=name, at=at, ids=[score.token for score in scored], src=src,
-        lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
-        rk=[score.rank or None for score in scored], top=[Raw(_encode(top)) for top in tops],
-        al=al if any(al) else [],
-    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -82,7 +70,7 @@ class PageJob:
     error: dict[str, object] | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
-    n_read: int = 0  # tokens that it has read and nobody was told of
+    n_read: int = 0  # tokens that it has read to score them
 
     def as_dict(self) -> dict[str, object]:
         """Return the job as the page gets it."""
@@ -257,7 +245,8 @@ class Live:
         """Tell the tabs the state of the file if it has changed."""
         if self._told != (file := self.file):
             self._told = file
-            self.emit("set", {"file": file})
+            tell = self._emit_later if self.running else lambda _, *event: self.emit(*event)
+            tell("file", "set", {"file": file})
 
     @property
     def file(self) -> dict[str, object]:
@@ -394,9 +383,15 @@ class Live:
     def take(self, node: Node, scored: Sequence[Scored], src: str, at: int | None = None) -> None:
         """Append tokens to a node, or set the numbers of its own tokens from number ``at`` on."""
         start = len(node.ids) if at is None else at
-        new = scored_tokens(node.id, start, scored, src)
-        self.learn(new.named())
-        self.document.apply(new)
+        tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
+        self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
+        al = [(isinstance(score, Produced) and score.n_allowed) or None for score in scored]
+        self.document.apply(Tokens(
+            id=node.id, at=start, ids=[score.token for score in scored],
+            lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
+            rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
+            al=al if any(al) else [],
+        ))  # fmt: skip
         self.note(node, start, start + len(scored))
 
     def learn(self, ids: Iterable[int]) -> None:
@@ -470,6 +465,9 @@ class Live:
             self._watched(job, request.replace(id=name, on_round=watched(node)))
             for name, (node, request) in zip(nodes, work, strict=True)
         ]
+        above = {each.id for node in nodes.values() for each in node.ancestors()}
+        scoring = [each for each in self.running if each.op == "score" and each.node in above]
+        n_told = {each: each.n_read for each in scoring}
         thoughts = {node: _Thought() for node in nodes.values()}
         async with aclosing(updates(self.service, named)) as steps:
             async for changed in steps:
@@ -477,21 +475,18 @@ class Live:
                     node = nodes[update.job.name]
                     tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
-                        self.take(node, tokens, "".join(map(source_of, tokens)))
+                        self.take(node, tokens, "".join(map(_source, tokens)))
                     if update.ended is not None:
-                        self._end(job, node, update.ended)
+                        # What a job that scores this text has read meanwhile was read for it too.
+                        n_meanwhile = sum(each.n_read - n_told[each] for each in scoring)
+                        n_told = {each: each.n_read for each in scoring}
+                        self._end(job, node, update.ended, n_meanwhile)
 
-    def _end(self, job: PageJob, node: Node, result: Result) -> None:
+    def _end(self, job: PageJob, node: Node, result: Result, n_meanwhile: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
-        # The last token of the prompt is always read. What a job that scores this text has read
-        # meanwhile was read for this node too.
-        above = {each.id for each in node.ancestors()}
-        scoring = [each for each in self.jobs.values() if each.op == "score" and each.node in above]
-        read = max(0, result.evaluated - 1) + sum(each.n_read for each in scoring)
-        for each in scoring:
-            each.n_read = 0
+        read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
         ended = Ended(id=node.id, reason=reason, read=read, cached=result.cached)
         self.add(ended)
         first, last = result.first_token_s, result.last_token_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from asyncio import to_thread
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -157,7 +158,7 @@ class Loom(Live):
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Page(port, FILES)
-        self.example = Example()
+        self.example = Example(self)
         self._draft = draft
         self._loading = {"message": "loading the model"}
 
@@ -410,7 +411,7 @@ class Loom(Live):
             return self._from_texts(found)
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
         records: list[Record] = []
-        for record in [*found.records()]:
+        for record in map(copy, found.records()):
             match record:
                 case Made():
                     record.parent = record.parent and names[record.parent]

@@ -63,7 +63,7 @@ class Operations:
         if operation.needs_file and not do.current:
             loom.check_writable()
         if do.op in ("type", "chat"):
-            loom.example.stop(loom.service)
+            loom.example.stop()
         if do.node is None and operation.needs_node:
             raise HttpError(400, f"{do.op} needs a node", param="node")
         # Without a node: a new root.
@@ -103,7 +103,7 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _example(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Put the first screen's example into the document."""
-    nodes = loom.make(loom.copied(await loom.example.document(loom.service)), do.cid)
+    nodes = loom.make(loom.copied(await loom.example.document()), do.cid)
     fields = [loom.document.node_fields(new) for new in nodes]
     return {"node": fields[0], "nodes": fields}
 

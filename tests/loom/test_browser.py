@@ -270,6 +270,7 @@ def test_two_branches_side_by_side(page: Page) -> None:
         idle(page)
         places = [sides.nth(i).bounding_box() or {} for i in range(2)]
         assert (places[1]["y"] > places[0]["y"]) == is_below
+        assert page.locator("#tree-pane").is_hidden() == is_below  # one pane at a time
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.set_viewport_size({"width": 1280, "height": 720})
     # The tree changes the first branch, the list the other one.
@@ -467,6 +468,36 @@ def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
             page.goto(second.link)
             idle(page)
             assert page.locator("[role=treeitem]").count() > 0
+
+
+@pytest.mark.parametrize("memory", ["", "A tale of the sea and of a king."])
+def test_what_the_model_no_longer_sees_is_dimmed(
+    chromium: Browser, tmp_path: Path, memory: str
+) -> None:
+    small = ("--n-ctx", "256", "--draft", "none", "--threads", "1")
+    with Opened(tmp_path, *small) as served, visiting(chromium, served) as page:
+        text = "The king went to the sea and sang a song. " * 60
+        node = shown(page, text)
+        assert page.locator(".gone, [data-below]").count() == 0
+        bar: dict[str, object] = {"n": 1, "max_tokens": 5, "memory": memory}
+        do(page, "bar", set={"text": bar})
+        press(page, "g", at="#text")
+        made = chosen(page)
+        window = asked(page, f"/loom/tokens?node={made}")["nodes"][-1]["window"]
+        assert made != node and window["from"] > window["head"]
+        line = page.locator("[data-below]").get_attribute("data-below") or ""
+        assert line.startswith("The model no longer sees what is above")
+        assert (f"(memory: {window['memory']} tokens stay)" in line) == bool(memory)
+        told(page, "#lens-line", r"^The model sees the text from the line on: \d+ tokens")
+        press(page, "Home", at="#text")
+        whole = asked(page, f"/loom/tokens?node={made}&n={window['from']}")["parts"]
+        words = [str(word) for part in whole for word in part["text"]]
+        dim = "".join(page.locator(".gone").all_text_contents())
+        assert dim == "".join(words[window["head"] :]) and 100 < len(dim) < len(text)
+        press(page, "v", at="#text")
+        assert violations(page) == []
+        press(page, "u", at="#text")
+        assert page.locator(".gone, #lens-line[data-more]").count() == 0
 
 
 # -- exported files and hostile text ---------------------------------------------------------------

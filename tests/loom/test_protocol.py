@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from paging import Paged, drafted
 from serving import TARGET
 
 import llamabranch as lb
+from llamabranch.loom import live
 
 START = "Once upon a time there was a little"
 
@@ -79,6 +82,9 @@ def test_the_example_is_no_part_of_the_document_until_it_is_asked_for(
         assert [node["reason"] for node in nodes] == [None, *["length"] * 3]
         page.do("undo")
         assert page.nodes() == [root["id"]]
+        again = page.do("example")["nodes"]
+        assert not {node["id"] for node in nodes} & {node["id"] for node in again}
+        assert page.nodes() == [node["id"] for node in (root, *again)]
 
 
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:
@@ -480,3 +486,44 @@ def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) ->
         refused = page.do("continue", 400, node=root["id"], **{name: "far too long " * 99})["error"]
         assert refused["param"] == name and "of the context" in refused["message"]
     page.do("continue", 400, node=root["id"], thinking=True)
+
+
+def test_an_end_tells_what_was_read_meanwhile_and_how_fast_the_model_wrote(page: Paged) -> None:
+    text = " ".join(f"a queen and {i} sons went out" for i in range(90))
+    typed = page.do("type", text=text)
+    node = page.grow(typed["node"]["id"], max_tokens=12)
+    page.finish(typed["job"])
+    (end,) = page.of("end", node=node["id"])
+    assert typed["node"]["n"] - 2 <= end["read"] <= 2 * typed["node"]["n"]
+    again = page.grow(typed["node"]["id"], max_tokens=12)
+    (then,) = page.of("end", node=again["id"])
+    assert then["read"] == 0 and end["rate"] > then["rate"] / 20  # reading is no part of it
+
+
+def test_a_watching_tab_gets_four_frames_a_second_while_all_cores_compute(
+    page: Paged, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "leaves_cores", lambda _: False)
+    heard: list[tuple[str, int]] = []  # events, and the number of the frame with which they came
+    frames: list[float] = []
+    emit, send = page.loom.emit, page.loom.send_tokens
+
+    def sending() -> None:
+        frames.append(perf_counter())
+        send()
+        frames.append(perf_counter())
+
+    def listen(name: str, data: object) -> None:
+        heard.append((name, len(frames)))
+        emit(name, data)
+
+    monkeypatch.setattr(page.loom, "emit", listen)
+    monkeypatch.setattr(page.loom, "send_tokens", sending)
+    page.grow(root["id"], 2, max_tokens=150, seed="8")
+    n = [name for name, _ in heard].index("end")  # before it, all that waits is sent
+    first = min([name for name, _ in heard].index(name) for name in ("round", "tokens"))
+    told = [number for _, number in heard[first:n]]
+    assert len(told) > 2 * len({*told}) > 4
+    assert all(number % 2 for number in told)
+    begins = [frames[number - 1] for number in sorted({*told})]
+    assert all(b - a > 0.2 for a, b in pairwise(begins[:-1]))

@@ -93,8 +93,8 @@ export function turn(by) {
 
 /** Draw the legend: bins, and how many painted tokens of the path are in each. A click goes
  * through the tokens of a bin.
- * @param {Columns} c @param {(bin: number) => void} visit */
-export function drawLegend(c, visit) {
+ * @param {Columns} c @param {(bin: number) => void} visit @param {string} more what else is said there */
+export function drawLegend(c, visit, more) {
   const names = [...lens.bins, "unknown"], unknown = lens.bins.length;
   const counts = names.map(() => 0);
   for (let i = 0; i < c.n; i++) {
@@ -102,7 +102,7 @@ export function drawLegend(c, visit) {
     if (bin != null) counts[bin < 0 ? unknown : bin]++;
   }
   const box = $("legend");
-  set($("lens-line"), { textContent: lens.says });
+  set($("lens-line"), { textContent: more || (lens.bins.length ? lens.says : ""), "data-more": more || null });
   if (box.dataset.lens !== lens.name) {
     box.dataset.lens = lens.name;
     fill(box, names.map((name, bin) => h("button", { type: "button", title: "Go to the next",

@@ -5,7 +5,7 @@ import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js
 import { act, connect, listeners, net } from "./net.js";
 import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { besides, charactersBefore, foldThoughts, followEnd, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
@@ -310,7 +310,7 @@ export function start() {
     drawBox();
     if ($("empty").hidden) drawWhere();
   });
-  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin)));
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
   paints("live", startLive());
   listeners.push((name, { state, node }) => {

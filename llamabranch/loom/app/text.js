@@ -101,6 +101,17 @@ function matchesIn(c) {
 
 /** @type {{draw: (moved?: boolean) => void, reveal: (i: number) => void}[]} the text, and the two columns below it */ const views = [];
 
+let gone = { head: 0, from: 0, memory: 0, note: 0 }; // what the model did not see when it wrote last: from `head` to `from`
+
+/** The nodes by the model in the shown text, or after it. @param {Path} c @returns {any[]} */
+const ownNodes = (c) => [...c.owners.map(({ id }) => store.nodes.get(id)), ...following(store.current, store.end).map(({ first }) => first)]
+  .filter((node) => ["sampled", "taken"].includes(node?.kind));
+
+/** What the model sees of a text that is longer than its context, in words; "" if it sees all. */
+export const inContext = () => (gone.from <= gone.head ? "" : [`The model sees the text from the line on: ${plural(shownPath().n - gone.from, "token")}`,
+  gone.memory && `${plural(gone.memory, "token")} of memory`, gone.note && `${plural(gone.note, "token")} of the author’s note`,
+  gone.head > 1 && "the system message"].filter(Boolean).join(", "));
+
 /** A view of a part of a path in a listbox. Blocks near the view have text, and the tokens in view are elements.
  * @param {any} box @param {string} prefix of the tokens' ids @param {() => [Path, number, number]} shows the path, and the positions */
 export function textView(box, prefix, shows) {
@@ -114,8 +125,8 @@ export function textView(box, prefix, shows) {
     let count = 0;
     const parts = partsOf(c);
     for (const part of parts.length ? parts : [{ from: 0, to: c.n }]) {
-      const last = Math.min(part.to, end);
-      for (let from = Math.max(part.from, start); from < last; count++) {
+      for (let from = Math.max(part.from, start); from < Math.min(part.to, end); count++) {
+        const last = Math.min(part.to, end, ...[gone.head, gone.from].filter((edge) => edge > from));
         let to = Math.min(last, from + BLOCK);
         while (to < last && to - from < LARGEST && !c.text[to - 1].endsWith("\n")) to++;
         const block = (blocks[count] ??= box.insertBefore(h("div", { role: "none" }), prefix === "t" ? box.querySelector("#pair") : null));
@@ -130,10 +141,13 @@ export function textView(box, prefix, shows) {
 
   /** Style a block as a part of a turn. @param {any} block */
   function dressOf({ turned: part, from, to }) {
-    if (!part) return { class: null, "data-title": null, "data-turn": null };
+    const isGone = from >= gone.head && to <= gone.from && "gone";
+    const below = isGone && to === gone.from ? `The model no longer sees what is above${gone.memory ? ` (memory: ${plural(gone.memory, "token")} stay)` : ""}` : null;
+    if (!part) return { class: isGone || null, "data-title": null, "data-turn": null, "data-below": below };
     const { kind, role, first, last } = part, begins = from === part.from, ends = to === part.to;
     return { class: ["turn", kind, `by-${role}`, begins && first && "first", ends && last && "last", begins && "begins",
-      isFolded(part) && "folded"].filter(Boolean).join(" "), "data-title": begins ? part.title || null : null, "data-turn": part.turn };
+      isFolded(part) && "folded", isGone].filter(Boolean).join(" "), "data-title": begins ? part.title || null : null, "data-turn": part.turn,
+    "data-below": below };
   }
 
   /** The runs of a block, each one text at first. @param {Path} c @param {any} block */
@@ -178,11 +192,12 @@ export function textView(box, prefix, shows) {
     const folded = partsOf(c).map((part) => Number(isFolded(part))).join("");
     const rounds = c.owners.map(({ id }) => store.nodes.get(id)?.rounds.length);
     const looks = [view.sought, view.match, view.cursor, view.limit, view.ghosts, lens.name, sparing(), folded, rounds].join();
-    if (!moved && c === drawn && range === `${from} ${to}` && looks === looked) return;
-    const anew = c !== drawn || range !== `${from} ${to}` || width !== box.clientWidth;
+    const span = [from, to, gone.head, gone.from].join();
+    if (!moved && c === drawn && range === span && looks === looked) return;
+    const anew = c !== drawn || range !== span || width !== box.clientWidth;
     isShort = to - from <= view.limit;
     if (anew) cut(c, from, to);
-    [drawn, range, width, looked] = [c, `${from} ${to}`, box.clientWidth, looks];
+    [drawn, range, width, looked] = [c, span, box.clientWidth, looks];
     const { top, bottom } = scroller().getBoundingClientRect();
     const isNear = (/** @type {DOMRect} */ place, /** @type {number} */ margin) =>
       place.bottom > top - margin && place.top < bottom + margin;
@@ -391,8 +406,10 @@ export function startText() {
   return () => {
     const c = shownPath();
     if (c.missing >= 0 && store.current) void fetchPath(store.current, c.missing);
-    ownWords([...c.owners.map(({ id }) => store.nodes.get(id)), ...following(store.current, store.end).map(({ first }) => first)]
-      .some((node) => ["sampled", "taken"].includes(node?.kind)));
+    const own = ownNodes(c), before = inContext();
+    ownWords(own.length > 0);
+    gone = { head: 0, from: 0, memory: 0, note: 0, ...own.at(-1)?.window };
+    if (before !== inContext()) redraw(["legend"]);
     drawShoots();
     drawViews(false);
     followEnd();

@@ -209,7 +209,6 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
     loom.check_count(do.n)
     model = loom.service.model
-    loom.check_mode("chat" if loom.document.turns(node, at) else "text", do)
     opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
     made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
     records: list[Record] = []

@@ -237,13 +237,10 @@ class Journal:
         """Try once more to write the rest, say what is lost, and release the file."""
         if self.write():
             self.sync()
-        n, what = self.unsaved(), "changes"
-        if n:
-            what = f"{n} texts" if n > 1 else "1 text"
         if self._lines:
-            were = "was" if n == 1 else "were"
-            lost = f"{were} only in memory and {'is' if n == 1 else 'are'} lost"
-            self.complain(f"{what} {lost}: {self.error}")
+            what = {0: "changes", 1: "1 text"}.get(n := self.unsaved(), f"{n} texts")
+            were, are = ("was", "is") if n == 1 else ("were", "are")
+            self.complain(f"{what} {were} only in memory and {are} lost: {self.error}")
         self._release()
 
     def _release(self) -> None:

@@ -1,6 +1,7 @@
 // @ts-check
 // Dialogs: questions, bookmarks, export and import.
 import { $, fill, h, label, plural, tell, visible, warn } from "./dom.js";
+import { choose } from "./lenses.js";
 import { backend, fetchDoc } from "./net.js";
 import { FLAGS, select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
@@ -46,6 +47,7 @@ async function bring(/** @type {any} */ file) {
   if (!answer) return;
   $("dialog").close();
   shownBefore.set(answer.nodes[0].id, [store.current, store.end]);
+  if (!store.current) choose(); // the example's lens is not for a text of one's own
   await fetchDoc(); // the new nodes must be here to be shown, and scored
   select(answer.shown);
   const more = answer.bar.map((/** @type {string} */ name) => (name === "memory" ? "memory" : "author’s note")).join(" and ");

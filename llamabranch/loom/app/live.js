@@ -1,6 +1,6 @@
 // @ts-check
 // The instrument: rounds of speculation with their totals, and the jobs that run.
-import { $, attribute, fill, h, percent, plural, redraw, set, short, visible } from "./dom.js";
+import { $, attribute, fill, h, percent, plural, redraw, rough, set, short, visible } from "./dom.js";
 import { act, listeners } from "./net.js";
 import { pieces, store, texts } from "./store.js";
 import { moveTo, named } from "./text.js";
@@ -36,26 +36,20 @@ function drawJob({ id, op, message, nodes }) {
     h("button", { type: "button", onclick: () => act("stop", { job: id }) }, "Stop"));
 }
 
-function totals(/** @type {Loose[]} */ all) {
+/** Sums of rounds, and how many of their tokens fitted in words. @param {Loose[]} all */
+function totals(all) {
   const sum = (/** @type {(round: Loose) => any} */ of) => all.reduce((n, round) => n + Number(of(round) ?? 0), 0);
-  const length = Math.max(0, ...all.map(({ accepted, rejected }) => accepted + rejected));
-  return {
-    drafted: sum(({ draft }) => draft.length), accepted: sum(({ accepted }) => accepted),
-    rejected: sum(({ rejected }) => rejected), unreached: sum(({ unreached }) => unreached),
-    draft: sum(({ ms }) => ms?.[0]), verify: sum(({ ms }) => ms?.[1]),
-    byPosition: Array.from({ length }, (_, i) =>
-      [sum(({ accepted }) => i < accepted), sum(({ accepted, rejected }) => i < accepted + rejected)]),
-  };
+  const drafted = sum(({ draft }) => draft.length), accepted = sum((round) => round.accepted);
+  const how = /^(suffix|grammar|\+)+$/.test(store.doc.model?.draft) ? "copied" : "drafted"; // from the text, or by a model
+  return { drafted, accepted, how, rejected: sum((round) => round.rejected), unreached: sum((round) => round.unreached),
+    draft: sum(({ ms }) => ms?.[0]), verify: sum(({ ms }) => ms?.[1]), said: `${how} ahead: ${accepted} of ${plural(drafted, "token")} fitted` };
 }
-
-const sentence = (/** @type {Loose} */ { round, draft, accepted, rejected, unreached }) =>
-  `Round ${round}: drafted ${draft.length}, accepted ${accepted}, rejected ${rejected}, not reached ${unreached}`;
 
 /** One round: its tokens with their verdicts, then the token that replaced or followed them. @param {Loose} round @param {boolean} chosen */
 function roundLine(round, chosen) {
   const { draft, accepted, rejected, next, src, ms } = round;
   const words = texts(draft.map((/** @type {any} */ each) => each[1]));
-  return h("li", { class: chosen ? "round chosen" : "round", title: sentence(round) },
+  return h("li", { class: chosen ? "round chosen" : "round", title: totals([round]).said },
     h("span", { class: "number" }, round.round),
     draft.map((/** @type {any} */ [, , lp], /** @type {number} */ i) => {
       const state = i < accepted ? "accepted" : i < accepted + rejected ? "rejected" : "unreached";
@@ -67,28 +61,21 @@ function roundLine(round, chosen) {
 }
 
 function drawRounds(/** @type {Loose[]} */ all, /** @type {any} */ job) {
-  const sum = totals(all);
-  const spent = sum.draft + sum.verify;
-  return h("div", { class: "panel" }, h("div", { class: "totals" }, job,
-    h("p", {}, `${sum.drafted} drafted = ${sum.accepted} accepted + ${sum.rejected} rejected + ${sum.unreached} not reached.`),
-    h("p", {}, `${short(1 + sum.accepted / all.length)} tokens a round; ${percent(sum.draft / (spent || 1))} of the time for drafts.`),
-    bars("Accepted by position in the draft, in percent", sum.byPosition.map(([yes, n]) => [(100 * yes) / n, `${yes} of ${n}`]))),
+  const { drafted, accepted, rejected, unreached, draft, verify, how } = totals(all);
+  return [job, h("p", {}, `${plural(drafted, "token")} ${how} ahead: ${accepted} fitted, ${rejected} did not, ${unreached} were not looked at. `,
+    `${rough(1 + accepted / all.length)} tokens a round, ${percent(draft / (draft + verify || 1))} of the time for drafts.`),
   h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" },
-    all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at)))));
+    all.slice(-LISTED).map((round, i, some) => roundLine(round, i === (at < 0 ? some.length - 1 : at))))];
 }
-
-/** Percentages as bars: [height, title]. @param {string} name @param {[number, string][]} values */
-const bars = (name, values) => [h("p", { class: "dim" }, `${name}:`), h("ol", { class: "positions", "aria-label": name },
-  values.map(([value, title]) => h("li", { "--share": `${value}%`, title }, short(Math.round(value)))))];
 
 function drawLive() {
   if (frozen) return;
   const all = rounds();
   const latest = all.at(-1);
-  const running = runningJob(), sum = totals(all);
+  const running = runningJob();
   const rate = (running ? "" : rates.get(store.current ?? "")) ?? "";
   set($("live-line"), { textContent: running?.message
-    ?? (latest ? `${sentence(latest)} · ${sum.accepted} of ${sum.drafted} accepted${rate && ` · ${rate}`}` : rate) });
+    ?? [latest && totals(all).said, rate].filter(Boolean).join(" · ") });
   const body = $("live-body");
   for (const each of [body, $("pause")]) set(each, { hidden: !isOpen });
   attribute($("fold"), "aria-expanded", String(isOpen));

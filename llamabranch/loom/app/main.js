@@ -173,9 +173,9 @@ const run = {
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
   exact: () => ask("Exact replay is off", [], "", () => {}, [
-    h("p", {}, "The same seed can write another text while other texts are written, because numbers are then rounded in another order."),
-    h("p", {}, "Start with ", h("code", {}, `llamabranch open ${store.doc.model?.name} -S exact=true`),
-      " to turn it on. Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
+    h("p", {}, "With the same seed the model can still write another text: while it writes several texts, numbers are rounded in another order."),
+    h("p", {}, "The option ", h("code", {}, "-S exact=true"), " of ", h("code", {}, "llamabranch open"), " turns it on. "
+      + "Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
@@ -211,7 +211,7 @@ export function drawState() {
   for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
   const { model } = doc;
-  pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
+  Object.assign(pace, model?.leaves_cores ? { share: 1, least: 50 } : { share: 1 / 80, least: 250 }); // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"

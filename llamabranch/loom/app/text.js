@@ -4,7 +4,7 @@
 import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
+import { FLAGS, look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -42,8 +42,8 @@ const keptBeside = keptPath();
 
 /** The branch that is shown beside the text, if any, and where the two part. */
 export function besides() {
-  const c = shownPath(), isThere = view.beside && view.typingAt < 0 && store.nodes.has(view.beside);
-  const other = isThere ? keptBeside(view.beside, null) : null;
+  const c = shownPath(), node = store.current && view.typingAt < 0 ? store.nodes.get(view.beside ?? "") : null;
+  const other = node && !(node.flags & FLAGS.deleted) ? keptBeside(node.id, null) : null;
   if (parted.c === c && parted.other === other) return parted;
   let at = other ? 0 : c.n;
   while (other && at < Math.min(c.n, other.n) && c.ids[at] === other.ids[at]) at++;
@@ -245,6 +245,13 @@ export function textView(box, prefix, shows) {
 }
 
 const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));
+
+/** Scroll to an element below the text, whose blocks may get other heights on the way. @param {Element} element */
+export function scrollTo(element) {
+  element.scrollIntoView({ block: "start" });
+  drawViews(true);
+  element.scrollIntoView({ block: "start" });
+}
 
 const scroller = () => $("text").parentElement;
 let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled

@@ -183,13 +183,13 @@ function frame() {
   for (const part of parts) painters.get(part)?.();
 }
 
-/** Draw parts in the next frame, or, if it may wait, within 50 ms. @param {string[]} parts @param {boolean} [waits] */
+/** Draw parts in the next frame, or, if it may wait, as `pace` says. @param {string[]} parts @param {boolean} [waits] */
 export function redraw(parts, waits = false) {
   for (const part of parts) dirty.add(part);
   waited ||= waits;
   if (asked) return;
   if (!timer) busy(1);
-  const wait = waits ? gap - (performance.now() - last) : 0;
+  const wait = waits ? Math.max(gap, pace.least) - (performance.now() - last) : 0;
   if (wait > 0) return void (timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait));
   clearTimeout(timer);
   timer = 0;

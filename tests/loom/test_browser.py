@@ -283,6 +283,12 @@ def test_two_branches_side_by_side(page: Page) -> None:
     page.locator("[data-alternative]:not([aria-current])").first.click()
     idle(page)
     assert chosen(page) not in made and texts()[1] == " woke"  # it forks where the mouse was
+    copied = page.evaluate("""() => {
+        getSelection().selectAllChildren(document.querySelector("#other .column"));
+        const event = new ClipboardEvent("copy", {clipboardData: new DataTransfer()});
+        document.dispatchEvent(event);
+        return event.clipboardData.getData("text/plain"); }""")
+    assert copied == " woke"
     press(page, "Escape", at="#text")
     assert page.locator("#pair").count() == 0 and page.locator("#beside").is_hidden()
     press(page, "d", at="#text")
@@ -328,6 +334,26 @@ def test_drafts_are_told_in_plain_words_and_in_full_on_demand(page: Page) -> Non
     )
     assert page.locator(".round .judged").count() > 3
     assert violations(page) == []
+
+
+def test_watching_draws_four_frames_a_second_if_the_model_needs_all_cores(page: Page) -> None:
+    gaps, at_once = page.evaluate("""async () => {
+        const {pace, paints, redraw} = await import("/app/dom.js");
+        const {store} = await import("/app/store.js");
+        const frame = () => new Promise(requestAnimationFrame), times = [];
+        store.doc.model.leaves_cores = false;
+        redraw(["state"]);
+        await frame(), await frame();
+        paints("probe", () => times.push(performance.now()));
+        while (times.length < 5) { // as tokens come
+            redraw(["probe"], true);
+            await frame();
+        }
+        const gaps = times.slice(1).map((time, i) => time - times[i]), n = times.length;
+        redraw(["probe"]); // as after a key
+        await frame(), await frame();
+        return [gaps, times.length - n]; }""")
+    assert min(gaps) > 245 and at_once == 1, gaps
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
@@ -545,6 +571,8 @@ def test_exported_file_works_from_disk_without_a_request(
         page.locator("#live-body").wait_for()
         page.locator("#find").fill("fox")
         told(page, "#found", "[1-9]")
+        page.locator("#text").press("d")
+        assert page.locator("#pair .figures").count() == 2
 
 
 def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(

@@ -4,7 +4,7 @@
 import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
+import { FLAGS, look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -42,8 +42,8 @@ const keptBeside = keptPath();
 
 /** The branch that is shown beside the text, if any, and where the two part. */
 export function besides() {
-  const c = shownPath(), isThere = view.beside && view.typingAt < 0 && store.nodes.has(view.beside);
-  const other = isThere ? keptBeside(view.beside, null) : null;
+  const c = shownPath(), node = store.current && view.typingAt < 0 ? store.nodes.get(view.beside ?? "") : null;
+  const other = node && !(node.flags & FLAGS.deleted) ? keptBeside(node.id, null) : null;
   if (parted.c === c && parted.other === other) return parted;
   let at = other ? 0 : c.n;
   while (other && at < Math.min(c.n, other.n) && c.ids[at] === other.ids[at]) at++;
@@ -246,9 +246,39 @@ export function textView(box, prefix, shows) {
 
 const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));
 
+/** Scroll to an element below the text, whose blocks may get other heights on the way. @param {Element} element */
+export function scrollTo(element) {
+  element.scrollIntoView({ block: "start" });
+  drawViews(true);
+  element.scrollIntoView({ block: "start" });
+}
+
 const scroller = () => $("text").parentElement;
 let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
 const below = () => scroller().scrollHeight - scroller().scrollTop - scroller().clientHeight; // px of text below the view
+
+/** Change what is drawn, and stay where the reader is. @param {() => void} change */
+export function steady(change) {
+  const after = $("after"), box = scroller(), { scrollTop } = box;
+  after.style.minHeight = `${box.scrollHeight}px`; // nothing gets shorter meanwhile
+  change();
+  drawShoots();
+  drawViews(false);
+  after.style.minHeight = view.typingAt < 0 ? "" : `${Math.max(0, scrollTop + box.clientHeight - after.offsetTop)}px`;
+  box.scrollTop = scrollTop;
+}
+
+/** How many characters of the path are before a point of the screen; null if there is no text. @param {number} x @param {number} y */
+export function charactersBefore(x, y) {
+  const there = document.caretPositionFromPoint?.(x, y), range = there ? null : document.caretRangeFromPoint?.(x, y);
+  const node = there?.offsetNode ?? range?.startContainer, c = shownPath();
+  const element = node?.parentElement?.closest("[data-token]") ?? /** @type {any} */ (node?.parentElement);
+  let i = Number(element?.dataset.token ?? element?.from), offset = there?.offset ?? range?.startOffset ?? 0;
+  if (!$("text").contains(element) || Number.isNaN(i)) return null;
+  while (i < c.n - 1 && offset > c.shown[i].length) offset -= c.shown[i++].length;
+  const isWhole = c.shown[i] !== c.text[i]; // it is drawn as a code
+  return c.text.slice(0, i).join("").length + (isWhole ? offset && c.text[i].length : offset);
+}
 
 /** Keep the end in view if the reader follows it. */
 export function followEnd() {

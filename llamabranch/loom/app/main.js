@@ -9,7 +9,7 @@ import { besides, foldThoughts, followEnd, inContext, moveTo, place, seek, shown
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, freeze, startLive } from "./live.js";
+import { fold, startLive } from "./live.js";
 import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
@@ -181,7 +181,6 @@ const run = {
   },
   theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
-  pause: freeze,
 };
 
 // --- around the text: state, header, panes ---

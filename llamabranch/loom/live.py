@@ -25,14 +25,14 @@ from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
 from ..native.library import available_cores
+from ..request.window import prompt_of, scoring_window
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
-from .turns import answers
-from .window import prompt_of, scoring_window
+from .turns import answers, head_of
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
@@ -438,15 +438,15 @@ class Live:
 
         return request.replace(on_prompt_progress=report)
 
-    def _on_round(self, node: Node, trace: RoundTrace) -> None:
-        """Keep a round of speculation and send it."""
+    def _on_round(self, node: Node, trace: RoundTrace, at: int) -> None:
+        """Keep a round of speculation, drafted from the position ``at`` on, and send it."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
         if following is None:
             return
         self.learn([*draft, following.token])
         lps = [*map(short, trace.logprobs), *[None] * len(draft)]
         fields = {
-            "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
+            "node": node.id, "at": at, "round": len(node.rounds) + 1,
             "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
             "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
@@ -464,13 +464,14 @@ class Live:
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
         job.names = [*nodes]
 
-        def watched(node: Node) -> Callable[[RoundTrace], None]:
-            return lambda trace: self.call(self._on_round, node, trace)
+        def watched(node: Node, shift: int) -> Callable[[RoundTrace], None]:
+            return lambda trace: self.call(self._on_round, node, trace, shift + trace.position)
 
         named = [
-            self._watched(job, request.replace(id=name, on_round=watched(node)))
-            for name, (node, request) in zip(nodes, work, strict=True)
-        ]
+            self._watched(job, request.replace(
+                id=name, on_round=watched(node, node.end - len(request.prompt))
+            )) for name, (node, request) in zip(nodes, work, strict=True)
+        ]  # fmt: skip
         above = {each.id for node in nodes.values() for each in node.ancestors()}
         scoring = [each for each in self.running if each.op == "score" and each.node in above]
         n_told = {each: each.n_read for each in scoring}
@@ -516,15 +517,14 @@ class Live:
             for i in range(a, b)
             if owner.lp[i] is None and owner.at + i
         ]
-        n_done, bos, n_ctx = 0, self.service.model.bos, self.service.n_ctx
-        job.names = [f"loom-{job.id}"]
+        ids, n_done, job.names = node.tokens(), 0, [f"loom-{job.id}"]
+        model, n_ctx = self.service.model, self.service.n_ctx
+        head = head_of(self.document.turns(node), ids, model)
         while n_done < len(places) and not job.is_stopped:
-            window, end = scoring_window(self.document, node, places[n_done], n_ctx, bos)
-            part = places[n_done : bisect_left(places, end)]
-            head, start = (0, 0) if window is None else (window.head, window.start)
-            shift = start - head
+            window, end = scoring_window(model, ids, places[n_done], n_ctx, head)
+            part, shift = places[n_done : bisect_left(places, end)], window.start - window.head
             request = Request(
-                prompt_of(window, node, part[-1] + 1), max_tokens=0, id=job.names[0],
+                prompt_of(window, ids[: part[-1] + 1]), max_tokens=0, id=job.names[0],
                 prompt_logprobs=MOST_TOP, logprobs_from=part[0] - shift,
             )  # fmt: skip
             watched = self._watched(job, request, shift, places[-1] + 1)

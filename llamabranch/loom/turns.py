@@ -82,6 +82,18 @@ def chat_fields(model: Model) -> dict[str, object] | None:
     return {"roles": ["user", *sorted(known, reverse=True)]}
 
 
+def head_of(turns: Sequence[Turn], ids: Sequence[int], model: Model) -> int:
+    """Return how many tokens at a text's beginning stay in the context: BOS, and a system message."""
+    if turns and turns[0].role == "system" and len(turns) > 1:
+        return turns[1].at
+    first, later = turns[:1], [turn for turn in turns[1:] if turn.role == "user"]
+    for turn, other in zip(first, later, strict=False):  # the template may write a system message
+        opening = ids[other.at : other.begin]
+        if ids[turn.begin - len(opening) : turn.begin] == opening:
+            return turn.begin - len(opening)
+    return int(ids[:1] == [model.bos])
+
+
 def beginning(node: Node) -> Made:
     """Return the record that begins a node's conversation, with its tools; else an empty one."""
     return next((owner.made for owner, *_ in node.stretches() if owner.made.turns), Made(id=""))

@@ -14,7 +14,7 @@ import { showPane } from "./where.js";
 export function ask(title, fields, verb, done, more = []) {
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
     fields.map(([name, words, value]) => h("label", {}, h("span", {}, words),
-      h("textarea", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
+      h("textarea", { name, value: value ?? "", dir: "auto", spellcheck: false, autocomplete: "off" }))),
     h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");

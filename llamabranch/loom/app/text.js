@@ -257,6 +257,29 @@ const scroller = () => $("text").parentElement;
 let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
 const below = () => scroller().scrollHeight - scroller().scrollTop - scroller().clientHeight; // px of text below the view
 
+/** Change what is drawn, and stay where the reader is. @param {() => void} change */
+export function steady(change) {
+  const after = $("after"), box = scroller(), { scrollTop } = box;
+  after.style.minHeight = `${box.scrollHeight}px`; // nothing gets shorter meanwhile
+  change();
+  drawShoots();
+  drawViews(false);
+  after.style.minHeight = view.typingAt < 0 ? "" : `${Math.max(0, scrollTop + box.clientHeight - after.offsetTop)}px`;
+  box.scrollTop = scrollTop;
+}
+
+/** How many characters of the path are before a point of the screen; null if there is no text. @param {number} x @param {number} y */
+export function charactersBefore(x, y) {
+  const there = document.caretPositionFromPoint?.(x, y), range = there ? null : document.caretRangeFromPoint?.(x, y);
+  const node = there?.offsetNode ?? range?.startContainer, c = shownPath();
+  const element = node?.parentElement?.closest("[data-token]") ?? /** @type {any} */ (node?.parentElement);
+  let i = Number(element?.dataset.token ?? element?.from), offset = there?.offset ?? range?.startOffset ?? 0;
+  if (!$("text").contains(element) || Number.isNaN(i)) return null;
+  while (i < c.n - 1 && offset > c.shown[i].length) offset -= c.shown[i++].length;
+  const isWhole = c.shown[i] !== c.text[i]; // it is drawn as a code
+  return c.text.slice(0, i).join("").length + (isWhole ? offset && c.text[i].length : offset);
+}
+
 /** Keep the end in view if the reader follows it. */
 export function followEnd() {
   if (follows && view.cursor < 0 && view.typingAt < 0 && !view.beside) scroller().scrollTop = scroller().scrollHeight;

@@ -9,7 +9,7 @@ import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, 
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, freeze, startLive } from "./live.js";
+import { fold, startLive } from "./live.js";
 import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
@@ -193,7 +193,6 @@ const run = {
   },
   theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
-  pause: freeze,
 };
 
 // --- around the text: state, header, panes ---

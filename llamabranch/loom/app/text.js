@@ -1,7 +1,7 @@
 // @ts-check
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
-import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
+import { $, attribute, fill, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
 import { FLAGS, look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
@@ -350,27 +350,23 @@ function drawShoots() {
   shown.forEach((segment, i) => {
     const button = box.children[i]
       ?? box.appendChild(h("button", { type: "button", class: "shoot", onclick: () => goTo(button.segment) }));
-    const { tokens, at, text, n, id } = segment.first;
-    const begin = segment.from - at;
-    const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
+    const { tokens, at, text, n, id, reason, lacks } = segment.first, begin = segment.from - at;
     const told = own[i].length, turn = turns[i], count = Math.min(told, Math.max(SHOOT_ELEMENTS, turn + 8));
     const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${told} ${turn} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (told < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
-    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + told)));
-    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > told ? "…" : "";
+    if (told < Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from) && (reason !== "running" || lacks)) void fetchPath(id, at, n);
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + told))), lp = tokens.lp[begin + turn];
+    words[0] = words[0]?.trimStart() ?? (visible(text) || "…");
     let last = turn; // of the word that tells it from the others
     while (turn >= 0 && last + 1 < count && /^[\p{L}\p{M}]/u.test(words[last + 1])) last++;
     if (turn > 0 && words[turn].startsWith(" ")) [words[turn - 1], words[turn]] = [words[turn - 1] + " ", words[turn].slice(1)];
-    const lp = tokens.lp[begin + turn];
-    [...words.slice(0, count), words.slice(count).join("") + tail].forEach((word, j) => {
-      const of = j < count ? { ...figures(tokens, begin + j), "data-share": null } : { class: null, "data-cue": null, "data-lp": null, "data-share": null };
-      if (j >= turn && j <= last) Object.assign(of, { class: `${of.class} turning`, "data-cue": null, "data-share": j === last && lp <= 0 ? percent(Math.exp(lp)) : null });
-      set(button.children[j] ?? button.appendChild(h("span")), { ...of, textContent: j ? word : word.trimStart() });
-    });
-    while (button.children.length > count + 1) button.lastChild.remove();
+    const share = lp <= 0 ? percent(Math.exp(lp)) : null;
+    fill(button, words.slice(0, count).map((word, k) => {
+      const of = figures(tokens, begin + k);
+      return h("span", k < turn || k > last ? of : { class: `${of.class} turning`, "data-share": k === last ? share : null }, word);
+    }), words.slice(count).join(""), told && segment.to - segment.from > told ? "…" : "");
   });
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more", "more")} in the tree` : null);
 }

@@ -438,15 +438,15 @@ class Live:
 
         return request.replace(on_prompt_progress=report)
 
-    def _on_round(self, node: Node, trace: RoundTrace) -> None:
-        """Keep a round of speculation and send it."""
+    def _on_round(self, node: Node, trace: RoundTrace, at: int) -> None:
+        """Keep a round of speculation, drafted from the position ``at`` on, and send it."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
         if following is None:
             return
         self.learn([*draft, following.token])
         lps = [*map(short, trace.logprobs), *[None] * len(draft)]
         fields = {
-            "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
+            "node": node.id, "at": at, "round": len(node.rounds) + 1,
             "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
             "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
@@ -464,13 +464,14 @@ class Live:
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
         job.names = [*nodes]
 
-        def watched(node: Node) -> Callable[[RoundTrace], None]:
-            return lambda trace: self.call(self._on_round, node, trace)
+        def watched(node: Node, shift: int) -> Callable[[RoundTrace], None]:
+            return lambda trace: self.call(self._on_round, node, trace, shift + trace.position)
 
         named = [
-            self._watched(job, request.replace(id=name, on_round=watched(node)))
-            for name, (node, request) in zip(nodes, work, strict=True)
-        ]
+            self._watched(job, request.replace(
+                id=name, on_round=watched(node, node.end - len(request.prompt))
+            )) for name, (node, request) in zip(nodes, work, strict=True)
+        ]  # fmt: skip
         above = {each.id for node in nodes.values() for each in node.ancestors()}
         scoring = [each for each in self.running if each.op == "score" and each.node in above]
         n_told = {each: each.n_read for each in scoring}

@@ -47,7 +47,8 @@ from .turns import chat_fields, head_of, thinking_at
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
-_MORE = ("stop", "thinking", "memory", "authors_note")  # other settings that a node keeps
+_ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
+_MORE = ("stop", "thinking", *_ASIDES)  # other settings that a node keeps
 _KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 
@@ -274,14 +275,13 @@ class Loom(Live):
 
     def check_mode(self, mode: Mode, settings: TextSettings) -> None:
         """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
-        if mode == "text" and settings.thinking is not None:
-            raise HttpError(400, "thinking is for chats: this is a text", param="thinking")
-        if mode == "chat":
+        if mode == "chat" and settings.thinking is not None:
             plan_thinking(self.service.model, [], settings.thinking)
-        for name in ("memory", "authors_note") if mode == "chat" else ():
-            if getattr(settings, name).strip():
-                message = "the memory and the author's note are for texts: this is a chat"
-                raise HttpError(400, message, param=name)
+        mine, others = ("texts", ["thinking"]) if mode == "text" else ("chats", [*_ASIDES])
+        for name in others:
+            if getattr(settings, name) not in (None, ""):
+                said = _ASIDES.get(name, name)
+                raise HttpError(400, f"{said} is not for {mine}", param=name)
 
     async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
         """Return the tokens of the memory and of the author's note, each with the end of its line.
@@ -290,14 +290,13 @@ class Loom(Live):
             HttpError: they take more than half of the context.
         """
         asides, most = list[list[int]](), self.service.n_ctx // 2
-        for name, said in ("memory", "the memory"), ("authors_note", "the author's note"):
+        for name, said in _ASIDES.items():
             text: str = getattr(settings, name)
             line = text if text[-1:].isspace() else f"{text}\n"
             asides += [await self.service.tokenize(line, add_special=False) if text.strip() else []]
             if sum(map(len, asides)) > most:
-                n = len(asides[-1])
-                message = f"{said} has {n:,} tokens; half of the context is {most:,}"
-                raise HttpError(400, message, param=name)
+                told = f"{said} has {len(asides[-1]):,} tokens; half of the context is {most:,}"
+                raise HttpError(400, told, param=name)
         return asides
 
     def params(self, made: Made) -> SamplingParams:
@@ -343,10 +342,8 @@ class Loom(Live):
         model = self.service.model
         n = Sampler(model, SamplingParams(), grammar).count_allowed(ids)
         if n < len(ids):
-            said, piece = (
-                _KINDS.get(grammar.kind, "the grammar"),
-                model.detokenize([ids[n]], special=True),
-            )
+            said = _KINDS.get(grammar.kind, "the grammar")
+            piece = model.detokenize([ids[n]], special=True)
             where = "here" if n == len(ids) - 1 else "in what is written so far"
             raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
 

@@ -416,7 +416,7 @@ def test_an_edit_keeps_the_sources_of_what_follows_it(page: Paged, root: Any) ->
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
     """A page whose context has 256 tokens."""
-    with Paged(tmp_path_factory.mktemp("small"), n_ctx=256) as running:
+    with Paged(tmp_path_factory.mktemp("small"), n_ctx=256, drafter=drafted) as running:
         yield running
 
 
@@ -441,6 +441,14 @@ def test_a_text_longer_than_the_context_is_scored_and_continued(small: Paged) ->
     starts = [page.tokens(node["id"])["node"]["window"]["from"] for node in nodes]
     assert sorted(starts) == starts and len({*starts}) < len(starts)
     assert any(page.tokens(node["id"])["node"]["read"] < 3 for node in nodes[1:])  # nothing twice
+    # Rounds are told at the positions of the text.
+    told = page.tokens(nodes[0]["id"])
+    place = {told["at"] + i: token for i, token in enumerate(told["ids"])}
+    assert told["rounds"]
+    for each in told["rounds"]:
+        for i, (token, *_) in enumerate(each["draft"][: each["accepted"]]):
+            assert place.get(each["at"] + i, token) == token
+        assert told["at"] <= each["at"] <= told["at"] + 40
     # The window begins with a sentence, and says what the model got.
     ids = page.tokens(nodes[0]["id"], whole=True)["ids"]
     assert page.loom.document.bytes_of([ids[starts[0] - 1]]).strip() == b"."

@@ -1,9 +1,9 @@
 // @ts-check
 // The first screen: beginning a text or a chat.
-import { $, check, fill, h, later, percent, radios, redraw, set, tell, visibleTexts } from "./dom.js";
+import { $, check, fill, h, later, percent, radios, redraw, set, tell, visibleTexts, warn } from "./dom.js";
 import { choose, looks, ownWords } from "./lenses.js";
 import { act, get } from "./net.js";
-import { Tokens, pieceText, putTokens, select, store, texts } from "./store.js";
+import { Tokens, keepDraft, pieceText, putTokens, select, store, texts } from "./store.js";
 import { take } from "./inspect.js";
 import { named } from "./text.js";
 import { begins } from "./where.js";
@@ -94,17 +94,21 @@ export function drawBeginning(model) {
 /** Begin a new text or conversation, and let the model continue it. @param {() => Promise<any>} [proceed] what continues it */
 export async function begin(proceed = go) {
   const text = $("begin").value, chat = begins() === "chat";
+  const wrong = (/** @type {string} */ message) => warn(message, $("begin-wrong"));
   let tools = [];
+  $("begin-wrong").textContent = "";
   try {
     tools = JSON.parse(chat && $("tools").value.trim() || "[]");
   } catch (error) {
-    return tell(`The tools are not JSON: ${/** @type {Error} */ (error).message}`);
+    return wrong(`tools: ${/** @type {Error} */ (error).message}`);
   }
-  if (!text.trim()) tell("Write a beginning first.");
-  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null })
-    : act("type", { node: null, text })));
+  if (!Array.isArray(tools)) return wrong("tools: a JSON list is wanted");
+  if (!text.trim()) wrong("Write a beginning first.");
+  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null }, undefined, $("begin-wrong"))
+    : act("type", { node: null, text }, undefined, $("begin-wrong"))));
   if (!answer) return $("begin").focus();
   $("begin").value = "";
+  keepDraft("begin", null);
   if (!samples.length) exampleFor = ""; // it gave way
   choose();
   select(answer.node.id);

@@ -29,7 +29,8 @@ Thinking = (
     bool | Annotated[int, Meta(ge=0)] | None
 )  # at most so many tokens; None = as the template does
 _SETTINGS = (  # of a generated node, as the page gets them
-    "stop", "max_tokens", "grammar", "json_schema", "thinking", "memory", "authors_note", "window",
+    "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory",
+    "authors_note", "window",
 )  # fmt: skip
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (

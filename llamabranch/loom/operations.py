@@ -76,8 +76,9 @@ class Operations:
         # Without a node: a new root.
         node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
         at = node.end if do.at is None else do.at
-        if not (do.node is not None) <= at <= node.end:
-            raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
+        least = int(do.node is not None and not do.edit)  # an edit of all is a new root
+        if not least <= at <= node.end:
+            raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
         return await operation.run(loom, do, node, at)
 
 
@@ -94,13 +95,14 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         if not text and not old:
             return {"node": document.node_fields(node), "same": True}
     ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
-    if do.node is None and not ids:
+    if not at and not ids:
         raise HttpError(400, "the text is empty", param="text")
-    name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
+    parent = do.node if at else None
+    name, (kind, src) = document.name(), ("typed", "t") if parent else ("prompt", "p")
     # Tokens after an edit that are as before keep their sources.
     n_same = n_common(ids[::-1], old[::-1])
     kept = [owner.src[i] for owner, a, b in node.stretches(node.end - n_same) for i in range(a, b)]
-    record, sources = Made(id=name, parent=do.node, at=at, kind=kind), src * (len(ids) - n_same)
+    record, sources = Made(id=name, parent=parent, at=at, kind=kind), src * (len(ids) - n_same)
     (new,) = loom.make([record, *loom.plain(name, ids, sources + "".join(kept))], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}

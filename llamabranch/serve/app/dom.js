@@ -204,10 +204,9 @@ export function hush() {
   $("status").textContent = "";
 }
 
-/** Say what went wrong, also in an open dialog. @param {string} message */
-export function warn(message) {
+/** Say what went wrong, also in an open dialog, or where one typed. @param {string} message @param {any} [box] */
+export function warn(message, box = document.querySelector("dialog[open] .wrong")) {
   tell(message);
-  const box = document.querySelector("dialog[open] .wrong");
   if (box) box.textContent = visible(message);
 }
 

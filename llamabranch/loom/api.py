@@ -26,13 +26,9 @@ if TYPE_CHECKING:
     Handler = Callable[[Loom, Request], Awaitable[Response]]
 
 _MOST_UPLOAD = 64 << 20
+_MOST_TEXT = 8 << 20  # characters of a text; a document of the page may have more
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
-_WRONG = re.compile(r"Expected (.+?)(?:, got (.+?))? - at `\$\.(.+)`")  # msgspec's words
-_WORDS = {
-    "array": "a JSON list", "object": "an object", "str": "text", "int": "a whole number",
-    "float": "a number", "bool": "true or false", "null": "nothing",
-}  # fmt: skip
 
 
 def front_of(loom: Loom) -> Front:
@@ -40,11 +36,7 @@ def front_of(loom: Loom) -> Front:
     operations = Operations(loom)
 
     async def do(call: Request) -> Response:
-        try:
-            fields = await json_of(call, Do)
-        except HttpError as error:
-            raise _worded(error) from None
-        body = await operations.do(fields)
+        body = await operations.do(await json_of(call, Do))
         status = 507 if "error" in body else 200 if body.get("job") is None else 202
         return reply(body, status)
 
@@ -53,18 +45,6 @@ def front_of(loom: Loom) -> Front:
     }
     routes |= loom.guard.routes | {"POST /loom/do": do}
     return Front(loom.guard.check, routes, loom.close)
-
-
-def _worded(error: HttpError) -> HttpError:
-    """Return the error about a wrong field in words for a reader of the page: the field comes first."""
-    match = _WRONG.fullmatch(str(error))
-    if match is None:
-        return error
-    told = [re.sub(r"\w+", lambda m: _WORDS.get(m[0], m[0]), part or "") for part in match.groups()]
-    wanted, got, _ = told
-    name = re.findall(r"[a-z]\w*", match[3])[-1]
-    message = f"{name}: {wanted} is wanted" + (f", not {got}" if got else "")
-    return HttpError(400, message.replace("`", "").replace(" | ", " or "), param=match[3])
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
@@ -183,7 +163,11 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    nodes, document = loom.make(await asyncio.to_thread(loom.copied, content)), loom.document
+    if not isinstance(content, Document) and sum(len(item.text) for item in content) > _MOST_TEXT:
+        raise HttpError(413, f"the text is too long: at most {_MOST_TEXT >> 20} MB are imported")
+    async with loom.acting:
+        nodes = loom.make(await asyncio.to_thread(loom.copied, content))
+    document = loom.document
     bar = document.bars.get("text", {})
     fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
     if fields:

@@ -19,6 +19,7 @@ from msgspec import Meta, Raw, Struct
 from ..model import Model
 from ..model.model import token_piece
 from ..model.tree import TextNode
+from ..request.window import Window
 
 Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
@@ -27,6 +28,10 @@ Mode = Literal["text", "chat"]
 Thinking = (
     bool | Annotated[int, Meta(ge=0)] | None
 )  # at most so many tokens; None = as the template does
+_SETTINGS = (  # of a generated node, as the page gets them
+    "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory",
+    "authors_note", "window",
+)  # fmt: skip
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
     40,
@@ -63,23 +68,6 @@ class Turn(Struct, omit_defaults=True):
     begin: int
     end: int | None = None
     text: str | None = None
-
-
-class Window(Struct, rename={"start": "from"}):
-    """What was in the context while a node was written: parts of its text, its memory and its note.
-
-    Attributes:
-        start: the text's tokens from here on; "from" in JSON.
-        memory, note: how many tokens the memory and the author's note have.
-        head: so many tokens of the text's beginning were in it too: BOS, or a chat's system message.
-        note_at: the note stands before this token of the text.
-    """
-
-    start: int
-    memory: int = 0
-    note: int = 0
-    head: int = 0
-    note_at: int = 0
 
 
 class Made(Record, tag="node", kw_only=True):
@@ -455,11 +443,9 @@ class Document:
             "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
             "kind": record.kind, "by": record.by, "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
-            "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
-            "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
-            "json_schema": record.json_schema, "regex": record.regex, "choice": record.choice,
-            "thinking": record.thinking, "window": record.window,
-            "memory": record.memory, "authors_note": record.authors_note,
+            "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
+            "seed": record.seed, "sampling": record.sampling,
+            **{name: getattr(record, name) for name in _SETTINGS},
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,

@@ -77,7 +77,7 @@ class Journal:
         self._lines: list[tuple[bytes, str | None, int]] = []
         self._n_written = 0  # so many of them are in the file, which then ends at _end
         self._size = self._end = 0  # where the lines on the disk end
-        self._is_torn = False  # the file may have more than that
+        self._most = 0  # where the file ends at most if no other program writes to it
         self._kept: dict[str, int] = {}  # own tokens of nodes on the disk
         self._file: IO[bytes] | None = None
         self._lock: IO[bytes] | None = None
@@ -160,19 +160,20 @@ class Journal:
                 return True
             try:
                 file = self._file = self._checked(self._file)
-                self._is_torn = True  # until all is written
+                self._most = self._end + len(data)
                 _put(file, data)
             except OSError as error:
                 self._fail(error)
                 return False
-            self._is_torn = False
             self._n_written, self._end = len(self._lines), self._end + len(data)
         return True
 
     def _checked(self, file: IO[bytes]) -> IO[bytes]:
         """Return the file, made again if it was deleted. OSError: another program has changed it."""
-        self._cut()
         own = os.fstat(file.fileno())
+        if self._end < own.st_size <= self._most:  # a half line of ours
+            file.truncate(self._end)
+            own = os.fstat(file.fileno())
         if self.path.exists():
             if not os.path.samestat(own, self.path.stat()) or own.st_size != self._end:
                 raise OSError(EEXIST, "another program has changed it")
@@ -187,11 +188,6 @@ class Journal:
             raise
         file.close()
         return new
-
-    def _cut(self) -> None:
-        if self._is_torn and self._file is not None:
-            self._file.truncate(self._end)
-            self._is_torn = False
 
     def sync(self) -> None:
         """Wait until all written lines are on the disk. Any thread may call this."""
@@ -210,7 +206,7 @@ class Journal:
                 if file is None or file is not self._file:
                     return
                 if failure is not None:  # what was written since the last time may be lost
-                    self._n_written, self._end, self._is_torn = 0, self._size, True
+                    self._n_written, self._end = 0, self._size
                     self._fail(failure)
                     return
                 for _, name, length in self._lines[:n]:
@@ -228,22 +224,20 @@ class Journal:
             message = "new texts are only in memory; the page exports them"
             self.complain(f"cannot write {self.path.name}: {reason}: {message}")
         self.error = reason
-        with suppress(OSError):
-            self._cut()
         if error.errno == EEXIST:
             self._kept.clear()  # the file has nothing of the document
+        elif self._file is not None:
+            with suppress(OSError):
+                self._file.truncate(self._end)  # no half line
 
     def close(self) -> None:
         """Try once more to write the rest, say what is lost, and release the file."""
         if self.write():
             self.sync()
-        n, what = self.unsaved(), "changes"
-        if n:
-            what = f"{n} texts" if n > 1 else "1 text"
         if self._lines:
-            were = "was" if n == 1 else "were"
-            lost = f"{were} only in memory and {'is' if n == 1 else 'are'} lost"
-            self.complain(f"{what} {lost}: {self.error}")
+            what = {0: "changes", 1: "1 text"}.get(n := self.unsaved(), f"{n} texts")
+            were, are = ("was", "is") if n == 1 else ("were", "are")
+            self.complain(f"{what} {were} only in memory and {are} lost: {self.error}")
         self._release()
 
     def _release(self) -> None:

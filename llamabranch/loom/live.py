@@ -25,14 +25,14 @@ from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
 from ..native.library import available_cores
+from ..request.window import prompt_of, scoring_window
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
-from .turns import answers
-from .window import prompt_of, scoring_window
+from .turns import answers, head_of
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
@@ -120,6 +120,7 @@ class Live:
         self.document = Document()
         self.journal = Journal(path, self.document, read_only=read_only)
         self.service_of = service_of
+        self.acting = asyncio.Lock()  # held by what makes nodes: their names are free until then
         self.boot = token_hex(4)
         self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
@@ -245,15 +246,14 @@ class Live:
         """Tell the tabs the state of the file if it has changed."""
         if self._told != (file := self.file):
             self._told = file
-            tell = self._emit_later if self.running else lambda _, *event: self.emit(*event)
-            tell("file", "set", {"file": file})
+            self._emit_later("file", "set", {"file": file})
 
     @property
     def file(self) -> dict[str, object]:
         """The file's name and state, for the page's header."""
         journal = self.journal
         return {
-            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.running),
+            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.writing),
             "read_only": journal.read_only, "error": journal.error,
             "unsaved": journal.unsaved(self._unsent),
         }  # fmt: skip
@@ -278,7 +278,7 @@ class Live:
         self._wake()
 
     def _emit_later(self, key: object, name: str, data: object) -> None:
-        """Send an event with the next tokens, and none of the earlier ones with this key."""
+        """Send an event when tokens may be sent; one with the same key that still waits is dropped."""
         self._later[key] = name, data
         self._wake()
 
@@ -290,12 +290,12 @@ class Live:
     @property
     def _event_s(self) -> float:
         """Seconds between two events. Drawing takes time from a model that needs all cores."""
-        return _EVENT_S if leaves_cores(self.service.ctx) else _BUSY_EVENT_S
+        service = self.service_of()
+        return _EVENT_S if service is None or leaves_cores(service.ctx) else _BUSY_EVENT_S
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer, self._sent = None, perf_counter()
         self.send_tokens()
-        self._sent = perf_counter()
 
     def send_tokens(self) -> None:
         """Send what was not sent yet, and add the tokens to the file."""
@@ -365,6 +365,11 @@ class Live:
         self.journal.close()
 
     @property
+    def writing(self) -> bool:
+        """Whether a text is being generated."""
+        return any(job.nodes for job in self.running)
+
+    @property
     def running(self) -> list[PageJob]:
         """The jobs that still run."""
         return [job for job in self.jobs.values() if job.state == "running"]
@@ -414,16 +419,13 @@ class Live:
         if n - n_cached > _FEW and n_read < n:
             message = f"reading {n_read:,} of {n:,} tokens"
         if job.state == "running" and message != job.message:
-            tell = self._emit_later if job.message else lambda _, *event: self.emit(*event)
             job.message = message
-            tell(job.id, "job", job.as_dict())
+            self._emit_later(job.id, "job", job.as_dict())
 
-    def _watched(
-        self, job: PageJob, request: Request, skipped: int = 0, n: int | None = None
-    ) -> Request:
-        """Return a job's request that reports how much of a text is processed.
+    def _watched(self, job: PageJob, request: Request, skipped: int = 0, n: int = 0) -> Request:
+        """Return a job's request that reports how much of a text of ``n`` tokens is processed.
 
-        It reads a text of ``n`` tokens (None = its prompt), without the first ``skipped`` ones.
+        The prompt begins after the first ``skipped`` tokens of the text; without ``n`` it is the text.
         """
 
         def report(read: PromptProgress) -> None:
@@ -432,15 +434,15 @@ class Live:
 
         return request.replace(on_prompt_progress=report)
 
-    def _on_round(self, node: Node, trace: RoundTrace) -> None:
-        """Keep a round of speculation and send it."""
+    def _on_round(self, node: Node, trace: RoundTrace, at: int) -> None:
+        """Keep a round of speculation, drafted from the position ``at`` on, and send it."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
         if following is None:
             return
         self.learn([*draft, following.token])
         lps = [*map(short, trace.logprobs), *[None] * len(draft)]
         fields = {
-            "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
+            "node": node.id, "at": at, "round": len(node.rounds) + 1,
             "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
             "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
@@ -458,13 +460,14 @@ class Live:
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
         job.names = [*nodes]
 
-        def watched(node: Node) -> Callable[[RoundTrace], None]:
-            return lambda trace: self.call(self._on_round, node, trace)
+        def watched(node: Node, shift: int) -> Callable[[RoundTrace], None]:
+            return lambda trace: self.call(self._on_round, node, trace, shift + trace.position)
 
         named = [
-            self._watched(job, request.replace(id=name, on_round=watched(node)))
-            for name, (node, request) in zip(nodes, work, strict=True)
-        ]
+            self._watched(job, request.replace(
+                id=name, on_round=watched(node, node.end - len(request.prompt))
+            )) for name, (node, request) in zip(nodes, work, strict=True)
+        ]  # fmt: skip
         above = {each.id for node in nodes.values() for each in node.ancestors()}
         scoring = [each for each in self.running if each.op == "score" and each.node in above]
         n_told = {each: each.n_read for each in scoring}
@@ -510,15 +513,14 @@ class Live:
             for i in range(a, b)
             if owner.lp[i] is None and owner.at + i
         ]
-        n_done, bos, n_ctx = 0, self.service.model.bos, self.service.n_ctx
-        job.names = [f"loom-{job.id}"]
+        ids, n_done, job.names = node.tokens(), 0, [f"loom-{job.id}"]
+        model, n_ctx = self.service.model, self.service.n_ctx
+        head = head_of(self.document.turns(node), ids, model)
         while n_done < len(places) and not job.is_stopped:
-            window, end = scoring_window(self.document, node, places[n_done], n_ctx, bos)
-            part = places[n_done : bisect_left(places, end)]
-            head, start = (0, 0) if window is None else (window.head, window.start)
-            shift = start - head
+            window, end = scoring_window(model, ids, places[n_done], n_ctx, head)
+            part, shift = places[n_done : bisect_left(places, end)], window.start - window.head
             request = Request(
-                prompt_of(window, node, part[-1] + 1), max_tokens=0, id=job.names[0],
+                prompt_of(window, ids[: part[-1] + 1]), max_tokens=0, id=job.names[0],
                 prompt_logprobs=MOST_TOP, logprobs_from=part[0] - shift,
             )  # fmt: skip
             watched = self._watched(job, request, shift, places[-1] + 1)

@@ -17,7 +17,8 @@ from ..branch import Produced
 from ..engine import Request
 from ..model.thoughts import plan_thinking
 from ..request.fields import SamplingFields, TextFields
-from ..sampling import SamplingParams
+from ..request.window import Window, prompt_of, window_of
+from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
@@ -33,7 +34,6 @@ from .document import (
     Made,
     Mode,
     Node,
-    Pieces,
     Record,
     Seed,
     Thinking,
@@ -43,11 +43,12 @@ from .example import Example
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
-from .turns import chat_fields, thinking_at
-from .window import prompt_of, window_of
+from .turns import chat_fields, head_of, thinking_at
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
+_ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
+_MORE = ("stop", "thinking", *_ASIDES)  # other settings that a node keeps
 _KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 
@@ -250,54 +251,52 @@ class Loom(Live):
         seed = secrets.randbits(31) if do.seed in (None, "", "-1") else int(do.seed or 0)
         first = Made(
             id=document.name(), parent=do.node, at=at, kind=kind, by="A", seed=str(seed),
-            stop=do.stop, max_tokens=do.max_tokens, grammar=do.grammar, json_schema=do.json_schema,
-            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), regex=do.regex,
-            choice=do.choice, thinking=do.thinking, memory=do.memory, authors_note=do.authors_note,
+            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), max_tokens=do.max_tokens,
+            **{name: getattr(do, name) for name in (*_GRAMMARS, *_MORE)},
         )  # fmt: skip
         self.check_mode("chat" if document.turns(node, at) else "text", do)
         first.ruled_from = _ruled_from(first, node)
         memory, note = await self.asides(first)
         room = n_ctx - max(1, min(n * do.max_tokens, n_ctx // 4)) - n_given
-        fixed = at if await text_grammar(first) is None else first.ruled_from
-        first.window = window_of(
-            document, node, at, room, memory=len(memory), note=len(note), fixed=min(at, fixed),
-            bos=self.service.model.bos,
-        )  # fmt: skip
+        fixed = at if await text_grammar(first) is None else min(at, first.ruled_from)
+        first.window = self._window(node, at, room, memory, note, fixed)
         return [first] + [
             replace(first, id=document.name(i), seed=str(derive_seed(seed, i))) for i in range(1, n)
         ]
 
+    def _window(
+        self, node: Node, end: int, room: int, memory: list[int], note: list[int], fixed: int
+    ) -> Window | None:
+        ids, turns, model = node.tokens(end), self.document.turns(node, end), self.service.model
+        return window_of(
+            model, ids, room, memory=len(memory), note=len(note), head=head_of(turns, ids, model),
+            fixed=fixed, places=[turn.at for turn in turns if turn.role == "user"],
+        )  # fmt: skip
+
     def check_mode(self, mode: Mode, settings: TextSettings) -> None:
         """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
-        if mode == "text" and settings.thinking is not None:
-            raise HttpError(400, "thinking is for chats: this is a text", param="thinking")
-        if mode == "chat":
+        if mode == "chat" and settings.thinking is not None:
             plan_thinking(self.service.model, [], settings.thinking)
-        for name in ("memory", "authors_note") if mode == "chat" else ():
-            if getattr(settings, name).strip():
-                message = "the memory and the author's note are for texts: this is a chat"
-                raise HttpError(400, message, param=name)
+        mine, others = ("texts", ["thinking"]) if mode == "text" else ("chats", [*_ASIDES])
+        for name in others:
+            if getattr(settings, name) not in (None, ""):
+                said = _ASIDES.get(name, name)
+                raise HttpError(400, f"{said} is not for {mine}", param=name)
 
     async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
         """Return the tokens of the memory and of the author's note, each with the end of its line.
 
         Raises:
-            HttpError: one of them takes too much of the context.
+            HttpError: they take more than half of the context.
         """
-        asides: list[list[int]] = []
-        for name, said, part in (
-            ("memory", "the memory", "half"), ("authors_note", "the author's note", "an eighth"),
-        ):  # fmt: skip
+        asides, most = list[list[int]](), self.service.n_ctx // 2
+        for name, said in _ASIDES.items():
             text: str = getattr(settings, name)
             line = text if text[-1:].isspace() else f"{text}\n"
-            ids = await self.service.tokenize(line, add_special=False) if text.strip() else []
-            most = self.service.n_ctx // (2 if part == "half" else 8)
-            if len(ids) > most:
-                message = (
-                    f"{said} has {len(ids):,} tokens; it may have {part} of the context, {most:,}"
-                )
-                raise HttpError(400, message, param=name)
-            asides.append(ids)
+            asides += [await self.service.tokenize(line, add_special=False) if text.strip() else []]
+            if sum(map(len, asides)) > most:
+                told = f"{said} has {len(asides[-1]):,} tokens; half of the context is {most:,}"
+                raise HttpError(400, told, param=name)
         return asides
 
     def params(self, made: Made) -> SamplingParams:
@@ -325,7 +324,7 @@ class Loom(Live):
             continues = min(continues, node.end - ruled_from)
         if grammar is not None:
             continues = node.end - ruled_from
-        tokens = prompt_of(record.window, node, node.end, *await self.asides(record))
+        tokens = prompt_of(record.window, node.tokens(), *await self.asides(record))
         self.service.check_room(tokens, max_tokens)
         if grammar is not None and record.window is not None and ruled_from < record.window.start:
             message = f"{TOO_LONG}: the context has no room for all that the grammar runs over"
@@ -338,41 +337,22 @@ class Loom(Live):
             top_logprobs=MOST_TOP,
         )  # fmt: skip
 
-    async def check(self, made: Made, records: Sequence[Record], node: Node) -> Request:
-        """Return the request of a node that is not made yet, from its record and its first tokens.
-
-        Raises:
-            HttpError, LlamaBranchError: as ``request``.
-        """
-        new = Node(made, node)
-        for record in records:
-            if isinstance(record, Pieces):
-                self.document.apply(record)
-            elif isinstance(record, Tokens) and record.id == made.id:
-                self.document.put(new, record)
-        return await self.request(new, made.max_tokens)
-
     def _check_follows(self, grammar: Grammar, ids: Sequence[int]) -> None:
         """Raise HttpError if a grammar does not allow a text, of which the last token is new."""
         model = self.service.model
-        said, state = _KINDS.get(grammar.kind, "the grammar"), grammar.start(model)
-        for i, token in enumerate(ids, 1):
-            if not state.allows(token):
-                where = "here" if i == len(ids) else "in what is written so far"
-                piece = model.detokenize([token], special=True)
-                raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
-            state.accept(token)
+        n = Sampler(model, SamplingParams(), grammar).count_allowed(ids)
+        if n < len(ids):
+            said = _KINDS.get(grammar.kind, "the grammar")
+            piece = model.detokenize([ids[n]], special=True)
+            where = "here" if n == len(ids) - 1 else "in what is written so far"
+            raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
 
     async def following(self, node: Node, end: int) -> Produced | None:
         """Return what could follow the first tokens of a text; it is never an end token."""
-        owners = node.stretches(end - 1, end)
+        owners, service = node.stretches(end - 1, end), self.service
         memory, note = await self.asides(owners[0][0].made if owners else node.made)
-        service = self.service
-        window = window_of(
-            self.document, node, end, service.n_ctx - 1, memory=len(memory), note=len(note),
-            bos=service.model.bos,
-        )  # fmt: skip
-        request = service.next_request(prompt_of(window, node, end, memory, note), MOST_TOP)
+        window = self._window(node, end, service.n_ctx - 1, memory, note, end)
+        request = service.next_request(prompt_of(window, node.tokens(end), memory, note), MOST_TOP)
         (text,) = await all_texts(service, [request])
         return next(iter(text.result.emitted), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -54,7 +54,14 @@ class Operations:
         return body | await self._loom.confirm() if is_action else body
 
     async def _perform(self, do: Do) -> Answer:
-        operation, loom = _OPERATIONS.get(do.op), self._loom
+        operation = _OPERATIONS.get(do.op)
+        if operation is None or not operation.needs_file or do.current:
+            return await self._run(do, operation)
+        async with self._loom.acting:
+            return await self._run(do, operation)
+
+    async def _run(self, do: Do, operation: _Operation | None) -> Answer:
+        loom = self._loom
         before = loom.again(do.cid)
         if before is not None:
             return before
@@ -69,8 +76,9 @@ class Operations:
         # Without a node: a new root.
         node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
         at = node.end if do.at is None else do.at
-        if not (do.node is not None) <= at <= node.end:
-            raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
+        least = int(do.node is not None and not do.edit)  # an edit of all is a new root
+        if not least <= at <= node.end:
+            raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
         return await operation.run(loom, do, node, at)
 
 
@@ -87,13 +95,14 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         if not text and not old:
             return {"node": document.node_fields(node), "same": True}
     ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
-    if do.node is None and not ids:
+    if not at and not ids:
         raise HttpError(400, "the text is empty", param="text")
-    name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
+    parent = do.node if at else None
+    name, (kind, src) = document.name(), ("typed", "t") if parent else ("prompt", "p")
     # Tokens after an edit that are as before keep their sources.
     n_same = n_common(ids[::-1], old[::-1])
     kept = [owner.src[i] for owner, a, b in node.stretches(node.end - n_same) for i in range(a, b)]
-    record, sources = Made(id=name, parent=do.node, at=at, kind=kind), src * (len(ids) - n_same)
+    record, sources = Made(id=name, parent=parent, at=at, kind=kind), src * (len(ids) - n_same)
     (new,) = loom.make([record, *loom.plain(name, ids, sources + "".join(kept))], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}
@@ -141,12 +150,9 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         turns = turns[: do.turn]
     elif do.role == "assistant":
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
-    root = beginning(node)
-    name = document.name()
-    record = Made(
-        id=name, kind="chat", by="user", variables=root.variables, thinking=do.thinking
-    )  # fmt: skip
     loom.check_mode("chat", do)
+    root, name = beginning(node), document.name()
+    record = Made(id=name, kind="chat", variables=root.variables, thinking=do.thinking)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -202,15 +208,14 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
     loom.check_count(do.n)
     model = loom.service.model
-    loom.check_mode("chat" if loom.document.turns(node, at) else "text", do)
     opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
     made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
-    records: list[Record] = []
+    records, src = list[Record](), "t" * len(opening.ids)
+    loom.learn(opening.ids)
     for record in made:
-        if opening.at < at or opening.ids:
-            record.turns = opening.turns
-        records += [record, *loom.plain(record.id, opening.ids, "t" * len(opening.ids))]
-    await loom.check(made[0], records, node)
+        record.turns = opening.turns if opening.at < at or opening.ids else []
+        records += [record, *loom.plain(record.id, opening.ids, src)]
+    await loom.request(Node(made[0], node, ids=opening.ids, src=[*src]), do.max_tokens)
     return _begin(loom, do, loom.make(records, do.cid), do.max_tokens)
 
 
@@ -230,21 +235,20 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(400, "fork needs a token", param="token")
     model.check_tokens([do.token])
     (record,) = await loom.made(do, node, at, "taken", n_given=1)
-    taken = loom.plain(record.id, [do.token], "k")
-    request = await loom.check(record, taken, node)
+    loom.learn([do.token])
+    request = await loom.request(Node(record, node, ids=[do.token], src=["k"]), do.max_tokens)
     is_ruled = request.grammar is not None and request.continues > 0
+    taken = cast(Tokens, loom.plain(record.id, [do.token], "k")[-1])
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
-        tops = decoded(owner.top[i])
-        for new in [record for record in taken if isinstance(record, Tokens)]:
-            new.al = [owner.al[i]] if is_ruled and owner.al[i] else []
-            for rank, (token, lp) in enumerate(tops, 1):
-                if token == do.token:
-                    new.lp, new.rk, new.h, new.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
-    (node,) = loom.make([record, *taken], do.cid)
-    if node.lp[0] is None:
-        loom.start_scoring(node)
+        taken.al = [owner.al[i]] if is_ruled and owner.al[i] else []
+        for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
+            if token == do.token:
+                taken.lp, taken.rk, taken.h, taken.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
+    (new,) = loom.make([record, taken], do.cid)
+    if new.lp[0] is None:
+        loom.start_scoring(new)
     is_end = is_ruled and model.is_eog(do.token)
-    return _begin(loom, do, [node], 0 if is_end else do.max_tokens)
+    return _begin(loom, do, [new], 0 if is_end else do.max_tokens)
 
 
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:

@@ -283,6 +283,12 @@ def test_two_branches_side_by_side(page: Page) -> None:
     page.locator("[data-alternative]:not([aria-current])").first.click()
     idle(page)
     assert chosen(page) not in made and texts()[1] == " woke"  # it forks where the mouse was
+    copied = page.evaluate("""() => {
+        getSelection().selectAllChildren(document.querySelector("#other .column"));
+        const event = new ClipboardEvent("copy", {clipboardData: new DataTransfer()});
+        document.dispatchEvent(event);
+        return event.clipboardData.getData("text/plain"); }""")
+    assert copied == " woke"
     press(page, "Escape", at="#text")
     assert page.locator("#pair").count() == 0 and page.locator("#beside").is_hidden()
     press(page, "d", at="#text")
@@ -309,9 +315,46 @@ def test_the_inspector_says_what_a_grammar_left_and_what_else_acted(page: Page) 
     page.locator("#text [data-token]").first.hover()
     page.locator("#token-pane[data-position='0']").wait_for()
     assert details.evaluate("each => each.open") and page.locator("#token .rule").count() == 0
-    press(page, "v", "v", "v", "v", at="#text")
-    assert lens_of(page) == "source" and last.get_attribute("data-cue") == "f"
+    page.locator("#lenses input[value=source]").check(force=True)
+    idle(page)
+    assert last.get_attribute("data-cue") == "f"
     assert page.locator("#legend .b3 small").inner_text() == "1"
+
+
+def test_drafts_are_told_in_plain_words_and_in_full_on_demand(page: Page) -> None:
+    written(page)
+    told(page, "#live-line", r"^drafted ahead: \d+ of \d+ tokens fitted")
+    page.evaluate("""() => import("/app/store.js").then(async ({store}) => {
+        store.doc.model.draft = "suffix";
+        (await import("/app/dom.js")).redraw(["live"]); })""")
+    told(page, "#live-line", r"^copied ahead: \d+ of \d+ tokens fitted")
+    assert page.locator("#live-body").is_hidden()
+    page.locator("#fold").click()
+    told(
+        page, "#live-body", r"tokens copied ahead: \d+ fitted, \d+ did not, \d+ were not looked at"
+    )
+    assert page.locator(".round .judged").count() > 3
+    assert violations(page) == []
+
+
+def test_watching_draws_four_frames_a_second_if_the_model_needs_all_cores(page: Page) -> None:
+    gaps, at_once = page.evaluate("""async () => {
+        const {pace, paints, redraw} = await import("/app/dom.js");
+        const {store} = await import("/app/store.js");
+        const frame = () => new Promise(requestAnimationFrame), times = [];
+        store.doc.model.leaves_cores = false;
+        redraw(["state"]);
+        await frame(), await frame();
+        paints("probe", () => times.push(performance.now()));
+        while (times.length < 5) { // as tokens come
+            redraw(["probe"], true);
+            await frame();
+        }
+        const gaps = times.slice(1).map((time, i) => time - times[i]), n = times.length;
+        redraw(["probe"]); // as after a key
+        await frame(), await frame();
+        return [gaps, times.length - n]; }""")
+    assert min(gaps) > 245 and at_once == 1, gaps
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
@@ -529,6 +572,8 @@ def test_exported_file_works_from_disk_without_a_request(
         page.locator("#live-body").wait_for()
         page.locator("#find").fill("fox")
         told(page, "#found", "[1-9]")
+        page.locator("#text").press("d")
+        assert page.locator("#pair .figures").count() == 2
 
 
 def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(

@@ -33,6 +33,14 @@ def bring(page: Page, name: str, data: str) -> None:
     page.locator("dialog input[type=file]").set_input_files(file)
 
 
+def scored(page: Page) -> None:
+    """Wait until all tokens that are shown have a probability, but for the first."""
+    page.wait_for_function(
+        """() => { const all = [...document.querySelectorAll("#text [data-token]")].slice(1);
+        return all.length > 5 && all.every((token) => Number(token.dataset.lp) < 0); }"""
+    )
+
+
 def test_imports_are_shown_whole_and_scored_where_they_are_shown(
     chromium: Browser, tmp_path: Path
 ) -> None:
@@ -40,16 +48,13 @@ def test_imports_are_shown_whole_and_scored_where_they_are_shown(
     with Opened(tmp_path, *LEAN) as served, visiting(chromium, served) as page:
         bring(page, "miku.json", json.dumps(mikupad(CHUNKS)))
         told(page, "#status", "3 nodes imported")
-        idle(page)
+        scored(page)
         assert "".join(tokens(page)).replace("⏎", "").replace("\n", "") == "".join(TOLD).replace(
             "\n", ""
         )
         bring(page, "tree.json", tree_file(("One day a king", -1), (" went to the sea", 0)))
         told(page, "#status", "2 nodes imported")
-        page.wait_for_function(
-            """() => { const all = [...document.querySelectorAll("#text [data-token]")].slice(1);
-            return all.length > 5 && all.every((token) => Number(token.dataset.lp) < 0); }"""
-        )
+        scored(page)
         assert "".join(tokens(page)) == "One day a king went to the sea"
         wrong = {
             "format": "llamabranch-loom",

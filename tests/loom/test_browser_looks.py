@@ -12,6 +12,7 @@ from browsing import (
     asked,
     begin,
     idle,
+    menu,
     press,
     state,
     tokens,
@@ -104,6 +105,11 @@ def test_exact_replay_says_what_it_needs(chromium: Browser, tmp_path: Path) -> N
         page.locator("#exact").click()
         assert "-S exact=true" in page.locator("dialog").inner_text()
         assert violations(page) == []
+        page.keyboard.press("Escape")
+        page.locator("#text [data-token]").nth(3).click()
+        page.locator("[data-alternative]").first.wait_for()
+        menu(page, "begin another text")
+        page.locator("#start").click(trial=True)  # nothing covers it
     with Opened(tmp_path, "-S", "exact=true") as served, visiting(chromium, served) as page:
         idle(page)
         assert page.locator("#exact").is_hidden()

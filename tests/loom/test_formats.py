@@ -248,7 +248,12 @@ def test_files_and_exports_are_imported_as_one_action(tmp_path: Path) -> None:
         damaged = b"".join([*lines[:2], b"{\n", *lines[2:]])
         told = page.api.post("/loom/import", content=damaged)
         assert told.status_code == 400 and "the file is damaged at line 3" in told.text
-        for data, status in ((b"{" * 100, 400), (b"caf\xe9", 400), (b" " * (65 << 20), 413)):
+        for data, status in (
+            (b"{" * 100, 400),
+            (b"caf\xe9", 400),
+            (b"a king " * (2 << 20), 413),
+            (b" " * (65 << 20), 413),
+        ):
             assert page.api.post("/loom/import", content=data).status_code == status
         with pytest.raises(ConfigError, match="at most 1 nodes"):
             read(own, 1)

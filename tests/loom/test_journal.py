@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -411,6 +412,27 @@ def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
         with Opened(tmp_path / "other", TARGET, "--port", taken) as other:
             assert not other.url.endswith(f":{taken}")
             assert f"port {taken} is taken" in other.end(signal.SIGTERM)[1]
+
+
+def test_tabs_that_act_at_once_get_nodes_of_their_own(tmp_path: Path) -> None:
+    """Names are given while others type, continue, import and undo: no error but a refused undo."""
+    with Paged(tmp_path) as page:
+        root = page.type("Once upon a time")["id"]
+        statuses = list[int]()
+
+        def act(tab: int) -> None:
+            for i in range(12):
+                op = ("type", "continue", "fork", "undo", "redo", "delete")[(i + tab) % 6]
+                body: dict[str, object] = {"op": op, "cid": f"{tab} {i}", "node": root, "text": "a"}
+                body |= {"n": 2, "max_tokens": 2, "token": 1 if op == "fork" else None}
+                statuses.append(page.api.post("/loom/do", json=body).status_code)
+                statuses.append(page.api.post("/loom/import", content=b"a king").status_code)
+
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(act, range(4))]
+        assert {*statuses} <= {200, 202, 409} and statuses.count(409) <= 16
+        page.wait(lambda: not page.loom.running)
+    assert len(read(tmp_path / FILE).nodes) >= 4 * 12
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_jobs_tell_how_much_of_a_long_text_is_read(page: Paged) -> None:
     n = len(page.loom.service.model.prompt_tokens(text))
     typed = page.done("type", text=text)
     told = [each["message"] for each in page.of("job", id=typed["job"]) if each["message"]]
-    assert told[0] == f"reading 0 of {n} tokens" and len(told) > 1
+    assert {each.partition(" of ")[2] for each in told} == {f"{n:,} tokens"} and len(told) > 1
     assert page.finish(typed["job"])["message"] is None
 
 
@@ -392,9 +392,9 @@ def test_a_pick_follows_the_bar_and_belongs_to_the_text_under_its_grammar(page: 
 
 def test_a_wrong_field_is_named_first(page: Paged, root: Any) -> None:
     for fields, message in (
-        ({"tools": {}}, "tools: a JSON list is wanted, not an object"),
-        ({"tools": ["find"]}, "tools: an object is wanted, not text"),
-        ({"n": 0}, "n: a whole number >= 1 is wanted"),
+        ({"tools": {}}, "`tools` is an object, not a list"),
+        ({"tools": ["find"]}, "`tools[0]` is a text, not an object"),
+        ({"n": 0}, "`n`: must be int >= 1"),
     ):
         refused = page.do("chat", 400, node=root["id"], **fields)["error"]
         assert refused["message"] == message and refused["param"].startswith(next(iter(fields)))
@@ -416,7 +416,7 @@ def test_an_edit_keeps_the_sources_of_what_follows_it(page: Paged, root: Any) ->
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
     """A page whose context has 256 tokens."""
-    with Paged(tmp_path_factory.mktemp("small"), n_ctx=256) as running:
+    with Paged(tmp_path_factory.mktemp("small"), n_ctx=256, drafter=drafted) as running:
         yield running
 
 
@@ -441,6 +441,14 @@ def test_a_text_longer_than_the_context_is_scored_and_continued(small: Paged) ->
     starts = [page.tokens(node["id"])["node"]["window"]["from"] for node in nodes]
     assert sorted(starts) == starts and len({*starts}) < len(starts)
     assert any(page.tokens(node["id"])["node"]["read"] < 3 for node in nodes[1:])  # nothing twice
+    # Rounds are told at the positions of the text.
+    told = page.tokens(nodes[0]["id"])
+    place = {told["at"] + i: token for i, token in enumerate(told["ids"])}
+    assert told["rounds"]
+    for each in told["rounds"]:
+        for i, (token, *_) in enumerate(each["draft"][: each["accepted"]]):
+            assert place.get(each["at"] + i, token) == token
+        assert told["at"] <= each["at"] <= told["at"] + 40
     # The window begins with a sentence, and says what the model got.
     ids = page.tokens(nodes[0]["id"], whole=True)["ids"]
     assert page.loom.document.bytes_of([ids[starts[0] - 1]]).strip() == b"."

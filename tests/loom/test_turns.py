@@ -357,3 +357,28 @@ def test_a_schema_runs_over_the_whole_answer(page: Paged) -> None:
         assert refused.startswith("the schema does not allow `")
         assert refused.endswith("here" if op == "fork" else "in what is written so far")
         assert page.nodes() == before
+
+
+def test_a_long_chat_keeps_its_system_message_and_loses_its_oldest_exchanges(
+    tmp_path: Path,
+) -> None:
+    with Paged(tmp_path, model=chat_model(tmp_path), n_ctx=256) as page:
+        node = chat(page, system=SYSTEM, text=ASKED)
+        for i in range(9):
+            made = page.grow(node["id"], max_tokens=24, seed=str(i))
+            node = chat(
+                page, node=made["id"], text=f"And what did the {i} kings do then, my friend?"
+            )
+        last = page.grow(node["id"], max_tokens=24, seed="3")
+        window = page.tokens(last["id"])["node"]["window"]
+        held = page.loom.document.nodes[last["id"]]
+        roles = page.loom.document.turns(held)
+        assert window["from"] in [turn.at for turn in roles if turn.role == "user"][1:]
+        assert window["head"] == roles[1].at and (window["memory"], window["note"]) == (0, 0)
+        assert window["head"] + last["at"] - window["from"] <= 256 - 24
+        ids = page.tokens(last["id"], whole=True)["ids"]
+        prompt = [*ids[: window["head"]], *ids[window["from"] : last["at"]]]
+        body = {"prompt": prompt, "max_tokens": 24, "seed": 3, "logprobs": 1}
+        (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
+        assert choice["logprobs"]["tokens"] == page.tokens(last["id"])["text"]
+        page.do("continue", 400, node=chat(page, node=last["id"], text="old " * 300)["id"])

@@ -4,7 +4,7 @@ import { $, clip, fill, h, label, percent, plural, set, tell } from "./dom.js";
 import { fetchPath } from "./net.js";
 import { look, select, store, view } from "./store.js";
 import { following, heading, segmentOf } from "./tree.js";
-import { besides, named, shownPath, textView } from "./text.js";
+import { besides, named, scrollTo, shownPath, textView } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path @typedef {import("./tree.js").Segment} Segment */
 
@@ -67,6 +67,6 @@ export function startBeside() {
     });
     if (pair.isConnected) return;
     $("text").append(pair);
-    requestAnimationFrame(() => pair.scrollIntoView({ block: "start" }));
+    requestAnimationFrame(() => scrollTo(pair));
   };
 }

@@ -1,6 +1,7 @@
 // @ts-check
 // Dialogs: questions, bookmarks, export and import.
-import { $, fill, h, label, plural, tell, visible, warn } from "./dom.js";
+import { $, fill, h, label, plural, redraw, tell, visible, warn } from "./dom.js";
+import { choose } from "./lenses.js";
 import { backend, fetchDoc } from "./net.js";
 import { FLAGS, select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
@@ -13,7 +14,7 @@ import { showPane } from "./where.js";
 export function ask(title, fields, verb, done, more = []) {
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
     fields.map(([name, words, value]) => h("label", {}, h("span", {}, words),
-      h("textarea", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
+      h("textarea", { name, value: value ?? "", dir: "auto", spellcheck: false, autocomplete: "off" }))),
     h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");
@@ -46,8 +47,10 @@ async function bring(/** @type {any} */ file) {
   if (!answer) return;
   $("dialog").close();
   shownBefore.set(answer.nodes[0].id, [store.current, store.end]);
+  if (!store.current) choose(); // the example's lens is not for a text of one's own
   await fetchDoc(); // the new nodes must be here to be shown, and scored
   select(answer.shown);
+  redraw(["place"]); // it may be chosen already
   const more = answer.bar.map((/** @type {string} */ name) => (name === "memory" ? "memory" : "author’s note")).join(" and ");
   tell(`${plural(answer.count, "node")} imported.${more && ` The ${more} went to the settings of texts.`}`);
 }

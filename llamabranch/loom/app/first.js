@@ -1,9 +1,9 @@
 // @ts-check
 // The first screen: beginning a text or a chat.
-import { $, check, fill, h, later, percent, radios, redraw, set, tell, visibleTexts } from "./dom.js";
+import { $, check, fill, h, later, percent, radios, redraw, set, tell, visibleTexts, warn } from "./dom.js";
 import { choose, looks, ownWords } from "./lenses.js";
 import { act, get } from "./net.js";
-import { Tokens, pieceText, putTokens, select, store, texts } from "./store.js";
+import { Tokens, keepDraft, pieceText, putTokens, select, store, texts } from "./store.js";
 import { take } from "./inspect.js";
 import { named } from "./text.js";
 import { begins } from "./where.js";
@@ -30,7 +30,7 @@ async function fetchExample(model) {
   const word = (/** @type {string} */ text, /** @type {number} */ i) => [/^\s/.test(text) && " ", h("button", { type: "button", "data-model": "",
     "data-word": i, class: i ? looks(sentence.tokens, i).class : "t", onclick: () => tryExample(i), onfocus: () => drawOthers(i),
     onmouseenter: () => pausing(() => drawOthers(i)), onmouseleave: () => pausing(null),
-    "aria-label": `${text.trim()}, ${percent(Math.exp(sentence.tokens.lp[i]))}: go on from here` }, text.trim())];
+    "aria-label": `${text.trim()}${i ? `, ${percent(Math.exp(sentence.tokens.lp[i]))}` : ""}: go on from here` }, text.trim())];
   const ending = (/** @type {typeof sentence} */ { words, tokens }, /** @type {number} */ k) => h("li", {},
     h("button", { type: "button", "data-model": "", class: "ending", onclick: () => tryExample(fork, k) }, "… ",
       words.map((text, i) => h("span", looks(tokens, i), text.replace(/\s+/g, " ").slice(i ? 0 : 1)))));
@@ -50,7 +50,7 @@ function drawOthers(i) {
   for (const button of $("example").querySelectorAll("[data-word]")) button.classList.toggle("cursor", button.dataset.word === String(i));
   fill($("others"), h("h4", {}, `Instead of “${words[i].trim()}” (${percent(Math.exp(tokens.lp[i]))})`),
     h("ol", { class: "top" }, top.slice(0, 5).map((/** @type {import("./store.js").Top[0]} */ [token, lp, piece]) => h("li", {},
-      h("button", { type: "button", "data-model": "", "aria-current": token === columns.ids[i] ? "true" : null, "--share": `${100 * Math.exp((lp ?? 0) - top[0][1])}%`,
+      h("button", { type: "button", "data-model": "", disabled: $("start").disabled, "aria-current": token === columns.ids[i] ? "true" : null, "--share": `${100 * Math.exp((lp ?? 0) - top[0][1])}%`,
         onclick: () => tryExample(i, endings.findIndex((each) => each.columns.at === i && each.columns.ids[0] === token), token) },
       h("span", { class: "word" }, pieceText(piece).trim() || named(piece)), h("span", { class: "share" }, percent(Math.exp(lp ?? NaN))))))));
 }
@@ -94,17 +94,21 @@ export function drawBeginning(model) {
 /** Begin a new text or conversation, and let the model continue it. @param {() => Promise<any>} [proceed] what continues it */
 export async function begin(proceed = go) {
   const text = $("begin").value, chat = begins() === "chat";
+  const wrong = (/** @type {string} */ message) => warn(message, $("begin-wrong"));
   let tools = [];
+  $("begin-wrong").textContent = "";
   try {
     tools = JSON.parse(chat && $("tools").value.trim() || "[]");
   } catch (error) {
-    return tell(`The tools are not JSON: ${/** @type {Error} */ (error).message}`);
+    return wrong(`tools: ${/** @type {Error} */ (error).message}`);
   }
-  if (!text.trim()) tell("Write a beginning first.");
-  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null })
-    : act("type", { node: null, text })));
+  if (!Array.isArray(tools)) return wrong("tools: a JSON list is wanted");
+  if (!text.trim()) wrong("Write a beginning first.");
+  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null }, undefined, $("begin-wrong"))
+    : act("type", { node: null, text }, undefined, $("begin-wrong"))));
   if (!answer) return $("begin").focus();
   $("begin").value = "";
+  keepDraft("begin", null);
   if (!samples.length) exampleFor = ""; // it gave way
   choose();
   select(answer.node.id);

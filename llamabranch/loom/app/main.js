@@ -3,18 +3,18 @@
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
 import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
 import { act, connect, listeners, net } from "./net.js";
-import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
+import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { besides, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, freeze, startLive } from "./live.js";
+import { fold, startLive } from "./live.js";
 import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
 import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
-import { editTurn, go, onSubmit, opened, reply, retry, type } from "./typing.js";
+import { drawBox, edit, editTurn, go, goToDraft, keepTyped, onSubmit, opened, reopen, reply, retry, savedSentence, type } from "./typing.js";
 import { begin, drawBeginning } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
@@ -48,21 +48,12 @@ function drawWhere() {
   const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
   $("go").lastChild.textContent = keysOf(answered ? "type" : "continue")[0] ?? "";
-  const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
-    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
-      : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
-    retry: "Answer again" };
-  for (const [action, title] of Object.entries(words)) {
-    const button = $("actions").querySelector(`[data-action=${action}]`);
-    if (!button) continue;
-    if (action === "type") button.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
-    if (button.title !== title) button.title = title;
-  }
   attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
   $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
   typed.hidden = answered; // there the button beside the bar is Reply
+  typed.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
@@ -100,14 +91,14 @@ const run = {
     if (opened) return opened.text.focus();
     const c = shownPath(), turn = c.turns[turnAt(c, view.cursor)];
     if (isChat(c) && isAtEnd()) return reply();
-    if (isChat(c) && turn?.role !== "assistant") return run.edit();
-    return type(place(), false);
+    if (isChat(c) && turn?.role !== "assistant") return edit(c.text.slice(0, place()).join("").length);
+    return type(place());
   },
   edit: () => {
     if (opened) return opened.text.focus();
-    const c = shownPath();
-    if (isChat(c)) return editTurn(view.cursor < 0 ? c.turns.findLastIndex(({ role }) => role !== "assistant") : turnAt(c, view.cursor));
-    return type(view.cursor < 0 ? (c.owners.at(-1)?.from ?? 0) : view.cursor, true);
+    const c = shownPath(), i = view.cursor < 0 ? c.n : view.cursor;
+    if (isChat(c) && i === c.n) return editTurn(c.turns.findLastIndex(({ role }) => role !== "assistant"));
+    return edit(c.text.slice(0, i).join("").length + (c.text[i]?.match(/^\s*/)?.[0].length ?? 0));
   },
   retry: () => {
     const c = shownPath();
@@ -131,8 +122,16 @@ const run = {
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
-  note: () => ask("Note", [["note", "note on this branch", selected()?.note]], "Keep",
-    ({ note }) => act("set", { node: store.current, note })),
+  note: () => {
+    const node = selected();
+    if (!node) return;
+    const name = `note ${node.id}`, draft = () => ({ node: node.id, end: store.end });
+    ask("Note", [["note", "note on this branch", store.drafts[name]?.text ?? node.note]], "Keep",
+      ({ note }) => act("set", { node: node.id, note }).then((answer) => (answer && keepDraft(name, null), answer)));
+    const dialog = $("dialog");
+    keepTyped(dialog.querySelector("textarea"), name, dialog.querySelector(".wrong"), draft);
+    dialog.querySelector("button:not(.main)").onclick = () => keepDraft(name, null);
+  },
   delete: async () => {
     const segment = segmentOf(store.current);
     if (!segment) return;
@@ -165,15 +164,19 @@ const run = {
   export: () => (keepPlace(), exportDialog()),
   help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
   exact: () => ask("Exact replay is off", [], "", () => {}, [
-    h("p", {}, "The same seed can write another text while other texts are written, because numbers are then rounded in another order."),
-    h("p", {}, "Start with ", h("code", {}, `llamabranch open ${store.doc.model?.name} -S exact=true`),
-      " to turn it on. Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
+    h("p", {}, "With the same seed the model can still write another text: while it writes several texts, numbers are rounded in another order."),
+    h("p", {}, "The option ", h("code", {}, "-S exact=true"), " of ", h("code", {}, "llamabranch open"), " turns it on. "
+      + "Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
         { mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: bookmarksDialog,
+  saved: () => {
+    if (!opened) goToDraft(run, ({ node }) => node);
+    tell(savedSentence());
+  },
   new: () => {
     showPane("text");
     Object.assign(store, { current: null, end: null });
@@ -181,10 +184,11 @@ const run = {
   },
   theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
-  pause: freeze,
 };
 
 // --- around the text: state, header, panes ---
+
+let reopened = false; // what was typed before a reload
 
 export function drawState() {
   const root = document.documentElement;
@@ -197,7 +201,7 @@ export function drawState() {
   for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
   const { model } = doc;
-  pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
+  Object.assign(pace, model?.leaves_cores ? { share: 1, least: 50 } : { share: 1 / 80, least: 250 }); // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
   $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"
@@ -225,6 +229,8 @@ export function drawState() {
   $("view").hidden = exported();
   $("undo").disabled = !doc.undo || exported();
   $("redo").disabled = !doc.redo || exported();
+  $("saved").title = savedSentence();
+  if (doc.boot != null && !reopened) reopened = (reopen(run), true);
   const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
   const was = $("empty").hidden;
   $("empty").hidden = !empty;
@@ -233,6 +239,7 @@ export function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
+  if (store.drafts.begin && !empty && reopened) store.drafts.begin.open = false;
   if (empty) drawBeginning(model);
   const marked = bookmarked().length;
   set($("marks"), { textContent: `★ ${marked}` });
@@ -271,7 +278,12 @@ export function start() {
   $("turn-tools").append(...[["Edit", editTurn], ["Answer again", retry]].map(([title, what]) =>
     h("button", { type: "button", onclick: () => /** @type {any} */ (what)(Number($("turn-tools").dataset.turn)) }, title)));
   $("text").addEventListener("mouseover", showTools);
-  $("text").addEventListener("dblclick", () => run.type());
+  $("text").addEventListener("dblclick", (/** @type {MouseEvent} */ { clientX, clientY }) => {
+    const before = charactersBefore(clientX, clientY);
+    if (before != null && !opened) edit(before);
+  });
+  for (const id of ["begin", "system", "tools"]) keepTyped($(id), id, $("begin-wrong"));
+  addEventListener("pagehide", () => opened?.save());
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
@@ -284,7 +296,10 @@ export function start() {
   const text = startText(), beside = startBeside();
   paints("tree", startTree());
   paints("text", () => (beside(), text()));
-  paints("where", () => $("empty").hidden && drawWhere());
+  paints("where", () => {
+    drawBox();
+    if ($("empty").hidden) drawWhere();
+  });
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
   paints("live", startLive());

@@ -54,8 +54,8 @@ const QUIET = ["set", "score"]; // operations without a user's action keep the f
  * refuses it, the footer shows why, and the answer is null.
  * @param {string} op @param {Record<string, any>} [fields]
  * @param {(node: any) => void} [first] called with the node it makes: the event comes before the answer, which waits
- * for the disk @returns {Promise<any>} */
-export async function act(op, fields = {}, first) {
+ * for the disk @param {any} [wrong] where it is said, too, why the server refuses it @returns {Promise<any>} */
+export async function act(op, fields = {}, first, wrong) {
   const cid = crypto.randomUUID();
   const body = bodyOf({ cid, op, ...fields });
   if (first) beginnings.set(cid, first);
@@ -74,7 +74,7 @@ export async function act(op, fields = {}, first) {
       const { message, status } = /** @type {any} */ (error);
       if (status && status !== 401) {
         beginnings.delete(cid);
-        warn(message);
+        warn(message, wrong);
         return null;
       }
       if (!status) connection(false); // with a status, the session is missing: the user opens a fresh link
@@ -164,6 +164,7 @@ const EVENTS = {
 
 /** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
 function listen(since) {
+  events?.close(); // of a session before
   const source = new EventSource(`/loom/events?since=${since}`);
   events = source;
   source.onopen = () => connection(true);

@@ -68,10 +68,10 @@ export const FLAGS = { deleted: 1, rounds: 2, bookmark: 4, note: 8 };
 
 const SETTINGS = "llamabranch"; // the name of the settings in the browser's storage
 
-/** The settings that this browser keeps: theme, widths of the panes, font. @returns {Loose} */
-function keptSettings() {
+/** What this browser keeps: settings, and what is being typed in this tab. @param {() => Storage} storage @returns {Loose} */
+function keptIn(storage) {
   try {
-    return JSON.parse(localStorage.getItem(SETTINGS) ?? "{}") ?? {};
+    return JSON.parse(storage().getItem(SETTINGS) ?? "{}") ?? {};
   } catch { // it is blocked
     return {};
   }
@@ -86,7 +86,8 @@ export const store = {
   /** @type {number | null} null: to the end of the node, also when it grows */ end: null,
   revision: 0,
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
-  settings: keptSettings(),
+  settings: keptIn(() => localStorage),
+  /** what is typed in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 
@@ -97,6 +98,20 @@ export function keepSetting(name, value) {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
   redraw(["state", "legend"]);
+}
+
+/** Keep what is typed in a box in this tab, until it is kept or discarded. Returns whether the browser keeps it.
+ * @param {string} name @param {Loose | null} draft */
+export function keepDraft(name, draft) {
+  if (!draft !== !store.drafts[name]) redraw(["state"]);
+  if (draft) store.drafts[name] = draft;
+  else delete store.drafts[name];
+  try {
+    sessionStorage.setItem(SETTINGS, JSON.stringify(store.drafts));
+    return true;
+  } catch {
+    return false;
+  }
 }
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
@@ -127,7 +142,7 @@ export function select(id, to = null) {
   if (store.current == null) redraw(["state"]); // leave the first screen
   Object.assign(store, { current: node, end });
   hush();
-  look({ cursor: -1, hover: -1, reading: -1 });
+  look({ cursor: -1, hover: -1, reading: -1, typingAt: -1 });
   redraw(["place", "tree", "live", "legend"]);
 }
 

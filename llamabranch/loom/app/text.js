@@ -1,10 +1,10 @@
 // @ts-check
 // The text of a path, token by token: blocks with measured heights, and elements for the tokens in view; the
 // cursor; continuations that could follow.
-import { $, attribute, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
+import { $, attribute, fill, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
+import { FLAGS, look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -42,8 +42,8 @@ const keptBeside = keptPath();
 
 /** The branch that is shown beside the text, if any, and where the two part. */
 export function besides() {
-  const c = shownPath(), isThere = view.beside && view.typingAt < 0 && store.nodes.has(view.beside);
-  const other = isThere ? keptBeside(view.beside, null) : null;
+  const c = shownPath(), node = store.current && view.typingAt < 0 ? store.nodes.get(view.beside ?? "") : null;
+  const other = node && !(node.flags & FLAGS.deleted) ? keptBeside(node.id, null) : null;
   if (parted.c === c && parted.other === other) return parted;
   let at = other ? 0 : c.n;
   while (other && at < Math.min(c.n, other.n) && c.ids[at] === other.ids[at]) at++;
@@ -91,12 +91,17 @@ function ghostsOf(c) {
 /** Positions where branches leave the path. @param {Path} c */
 const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
+/** @type {WeakMap<Path, {key: string, classes: Map<number, string>}>} */ const matches = new WeakMap();
+
 /** The classes of tokens that hold what was searched for. @param {Path} c */
 function matchesIn(c) {
-  /** @type {Map<number, string>} */ const marked = new Map(), [at, to] = view.match;
+  const [at, to] = view.match, key = `${at} ${to} ${view.sought}`, there = matches.get(c);
+  if (there?.key === key) return there.classes;
+  /** @type {Map<number, string>} */ const classes = new Map();
   for (const [first, last] of occurrences(c.text, view.sought))
-    for (let i = first; i <= last; i++) marked.set(i, i >= at && i <= to ? " found now" : " found");
-  return marked;
+    for (let i = first; i <= last; i++) classes.set(i, i >= at && i <= to ? " found now" : " found");
+  matches.set(c, { key, classes });
+  return classes;
 }
 
 /** @type {{draw: (moved?: boolean) => void, reveal: (i: number) => void}[]} the text, and the two columns below it */ const views = [];
@@ -246,9 +251,39 @@ export function textView(box, prefix, shows) {
 
 const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));
 
+/** Scroll to an element below the text, whose blocks may get other heights on the way. @param {Element} element */
+export function scrollTo(element) {
+  element.scrollIntoView({ block: "start" });
+  drawViews(true);
+  element.scrollIntoView({ block: "start" });
+}
+
 const scroller = () => $("text").parentElement;
 let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
 const below = () => scroller().scrollHeight - scroller().scrollTop - scroller().clientHeight; // px of text below the view
+
+/** Change what is drawn, and stay where the reader is. @param {() => void} change */
+export function steady(change) {
+  const after = $("after"), box = scroller(), { scrollTop } = box;
+  after.style.minHeight = `${box.scrollHeight}px`; // nothing gets shorter meanwhile
+  change();
+  drawShoots();
+  drawViews(false);
+  after.style.minHeight = view.typingAt < 0 ? "" : `${Math.max(0, scrollTop + box.clientHeight - after.offsetTop)}px`;
+  box.scrollTop = scrollTop;
+}
+
+/** How many characters of the path are before a point of the screen; null if there is no text. @param {number} x @param {number} y */
+export function charactersBefore(x, y) {
+  const there = document.caretPositionFromPoint?.(x, y), range = there ? null : document.caretRangeFromPoint?.(x, y);
+  const node = there?.offsetNode ?? range?.startContainer, c = shownPath();
+  const element = node?.parentElement?.closest("[data-token]") ?? /** @type {any} */ (node?.parentElement);
+  let i = Number(element?.dataset.token ?? element?.from), offset = there?.offset ?? range?.startOffset ?? 0;
+  if (!$("text").contains(element) || Number.isNaN(i)) return null;
+  while (i < c.n - 1 && offset > c.shown[i].length) offset -= c.shown[i++].length;
+  const isWhole = c.shown[i] !== c.text[i]; // it is drawn as a code
+  return c.text.slice(0, i).join("").length + (isWhole ? offset && c.text[i].length : offset);
+}
 
 /** Keep the end in view if the reader follows it. */
 export function followEnd() {
@@ -320,27 +355,23 @@ function drawShoots() {
   shown.forEach((segment, i) => {
     const button = box.children[i]
       ?? box.appendChild(h("button", { type: "button", class: "shoot", onclick: () => goTo(button.segment) }));
-    const { tokens, at, text, n, id } = segment.first;
-    const begin = segment.from - at;
-    const wanted = Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from);
+    const { tokens, at, text, n, id, reason, lacks } = segment.first, begin = segment.from - at;
     const told = own[i].length, turn = turns[i], count = Math.min(told, Math.max(SHOOT_ELEMENTS, turn + 8));
     const key = `${segment.key} ${tokens.version} ${lens.name} ${sparing()} ${told} ${turn} ${segment.to}`;
     button.segment = segment;
     if (button.key === key) return;
     button.key = key;
-    if (told < wanted && (segment.first.reason !== "running" || segment.first.lacks)) void fetchPath(id, at, n);
-    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + told)));
-    const tail = words.length === 0 ? visible(text) || "…" : segment.to - segment.from > told ? "…" : "";
+    if (told < Math.min(SHOOT_TOKENS, n - begin, segment.to - segment.from) && (reason !== "running" || lacks)) void fetchPath(id, at, n);
+    const words = visibleTexts(texts(tokens.pieces.slice(begin, begin + told))), lp = tokens.lp[begin + turn];
+    words[0] = words[0]?.trimStart() ?? (visible(text) || "…");
     let last = turn; // of the word that tells it from the others
     while (turn >= 0 && last + 1 < count && /^[\p{L}\p{M}]/u.test(words[last + 1])) last++;
     if (turn > 0 && words[turn].startsWith(" ")) [words[turn - 1], words[turn]] = [words[turn - 1] + " ", words[turn].slice(1)];
-    const lp = tokens.lp[begin + turn];
-    [...words.slice(0, count), words.slice(count).join("") + tail].forEach((word, j) => {
-      const of = j < count ? { ...figures(tokens, begin + j), "data-share": null } : { class: null, "data-cue": null, "data-lp": null, "data-share": null };
-      if (j >= turn && j <= last) Object.assign(of, { class: `${of.class} turning`, "data-cue": null, "data-share": j === last && lp <= 0 ? percent(Math.exp(lp)) : null });
-      set(button.children[j] ?? button.appendChild(h("span")), { ...of, textContent: j ? word : word.trimStart() });
-    });
-    while (button.children.length > count + 1) button.lastChild.remove();
+    const share = lp <= 0 ? percent(Math.exp(lp)) : null;
+    fill(button, words.slice(0, count).map((word, k) => {
+      const of = figures(tokens, begin + k);
+      return h("span", k < turn || k > last ? of : { class: `${of.class} turning`, "data-share": k === last ? share : null }, word);
+    }), words.slice(count).join(""), told && segment.to - segment.from > told ? "…" : "");
   });
   attribute(box, "data-more", all.length > shown.length ? `${plural(all.length - shown.length, "more", "more")} in the tree` : null);
 }

@@ -238,7 +238,7 @@ const ROLES = { user: "You", assistant: "Model", tool: "Tool", system: "System" 
 
 /** A row of the pool. */
 function makeRow() {
-  const row = h("div", { role: "treeitem", class: "row" }, h("span", { class: "twist" }), h("span", { class: "words" }),
+  const row = h("div", { role: "treeitem", class: "row" }, h("span", { class: "twist" }), h("span", { class: "words", dir: "auto" }),
     h("span", { class: "strip" }));
   row.onclick = (/** @type {MouseEvent} */ event) => {
     const segment = rows[Number(row.dataset.row)];

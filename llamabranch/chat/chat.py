@@ -334,8 +334,8 @@ class Chat:
             finally:
                 text.keep_cached(is_last=True)
                 text.release()
-        stats.prompt_tokens += last - n
-        stats.cached_prompt_tokens -= last - n
+        stats.evaluated += last - n
+        stats.cached -= last - n
 
     def _end_answer(self) -> None:
         """End a running answer. Its message stays, and so does the text so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Literal
 
 from msgspec import Struct, field
@@ -9,6 +10,11 @@ from msgspec import Struct, field
 Kind = Literal[
     "first", "new", "changed", "evicted", "rewritten", "retokenized", "memory", "scored"
 ]  # fmt: skip
+
+
+def per_second(n_tokens: int, seconds: float) -> float:
+    """Return tokens per second; nan for no tokens, or no time."""
+    return n_tokens / seconds if n_tokens > 0 and seconds > 0 else nan
 
 
 class Cause(Struct, frozen=True, omit_defaults=True):
@@ -83,6 +89,11 @@ class Record(Struct, omit_defaults=True):
     follows: int | None = None
     dropped: list[str] = field(default_factory=list)
     hint: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second after the first token of its first text."""
+        return per_second(self.generated - 1, self.write_s)
 
     @property
     def again(self) -> int:

@@ -110,7 +110,7 @@ def talking(
 
 
 def n_evaluated(chat: Chat) -> int:
-    return chat.stats.prompt_tokens + chat.stats.generated_tokens
+    return chat.stats.evaluated + chat.stats.generated
 
 
 def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
@@ -121,7 +121,7 @@ def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
     answers.append(chat.edit(5, "Then came a bear.").finish())
     answers += [chat.send(f"And on day {day}?").finish() for day in range(1, 5)]
     stats = chat.stats
-    n_read = stats.prompt_tokens + stats.cached_prompt_tokens + stats.generated_tokens
+    n_read = stats.evaluated + stats.cached + stats.generated
     assert n_read == sum(len(answer.prompt) + len(answer.tokens) for answer in answers)
     return answers
 
@@ -569,7 +569,7 @@ def test_every_memory_and_template_gives_what_a_branch_by_hand_gives(
             answers.append(chat.edit(1, "ax").finish())
             chat.switch(1)
             answers.append(chat.send("ef").finish())
-            cached = chat.stats.cached_prompt_tokens
+            cached = chat.stats.cached
             for answer in answers:
                 assert by_hand(other, answer, chat) == answer.tokens
         assert cached > sum(len(answer.prompt) for answer in answers) / 4

@@ -280,12 +280,12 @@ def test_an_answer_that_ends_before_its_first_token_leaves_the_chat_as_it_was(
             again = BEGINNINGS[begin](chat)
             ctx.interrupt()
             with pytest.raises(lb.errors.DecodeInterruptedError):
-                next(again)
+                [*again]
             assert where(chat) == before
             chat.set(on_prompt_progress=meddle if meddles else fail)
             again = BEGINNINGS[begin](chat)
             with pytest.raises(ValueError, match="the user's own"):
-                next(again)
+                [*again]
             chat.set(on_prompt_progress=None)
             assert (where(chat), [*again]) == (before, [])
             chat.send("Who?")
@@ -718,9 +718,9 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
         talking(thinker, seed=3, max_tokens=30, thinking=10) as chat,
     ):
         first = chat.send("Tell me of a bear.")
-        pieces = [(token.text, token.is_thought) for token in first]
-        assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
-        assert "".join(text for text, is_thought in pieces if not is_thought) == first.text
+        pieces = [(event.text, event.thought) for event in first]
+        assert "".join(thought for _, thought in pieces).strip() == first.thought
+        assert "".join(text for text, _ in pieces) == first.text
         asked: list[dict[str, object]] = [{"role": "user", "content": "Tell me of a bear."}]
         alone = chat.ctx.chat(asked, thinking=10, max_tokens=30, seed=3, drafter=None)
         assert (first.thought, first.text, first.tokens) == (

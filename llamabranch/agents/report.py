@@ -114,7 +114,7 @@ class Report(Generic[T]):
     @property
     def reread(self) -> int:
         """How many of ``evaluated`` had been read or generated before; ``requests`` has the reasons."""
-        return sum(record.again for record in self.requests)
+        return sum(record.reread for record in self.requests)
 
     @property
     def generated(self) -> int:

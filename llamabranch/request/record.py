@@ -96,7 +96,7 @@ class Record(Struct, omit_defaults=True):
         return per_second(self.generated - 1, self.write_s)
 
     @property
-    def again(self) -> int:
+    def reread(self) -> int:
         """How many of its tokens had been read before and were read again."""
         return sum(cause.n_tokens for cause in self.causes if cause.is_again)
 

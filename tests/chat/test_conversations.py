@@ -52,7 +52,7 @@ def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
     with Branch.start(ctx, answer.prompt, sampling=params) as branch:
         for _ in branch.generate(chat.options["max_tokens"], chat.options.get("stop", ())):
             pass
-        return branch.generated
+        return branch.generated_tokens
 
 
 @contextmanager
@@ -280,12 +280,12 @@ def test_an_answer_that_ends_before_its_first_token_leaves_the_chat_as_it_was(
             again = BEGINNINGS[begin](chat)
             ctx.interrupt()
             with pytest.raises(lb.errors.DecodeInterruptedError):
-                [*again]
+                list(again)
             assert where(chat) == before
             chat.set(on_prompt_progress=meddle if meddles else fail)
             again = BEGINNINGS[begin](chat)
             with pytest.raises(ValueError, match="the user's own"):
-                [*again]
+                list(again)
             chat.set(on_prompt_progress=None)
             assert (where(chat), [*again]) == (before, [])
             chat.send("Who?")

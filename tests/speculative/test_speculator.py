@@ -171,7 +171,7 @@ def test_draft_without_room_drafts_again_when_there_is_some(
             assert (first.stats.stop_reasons.get("capacity", 0) > 0) == (n_sequences == 2)
             rival.prune()
             assert speculator.generate(branch, max_tokens=20).finish().stats.num_drafts > 0
-            assert branch.generated == expected
+            assert branch.generated_tokens == expected
             speculator.forget(branch)
         small.audit()
 

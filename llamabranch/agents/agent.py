@@ -20,10 +20,8 @@ from ..errors import (
     ClosedError,
     ConfigError,
     GrammarError,
-    PerformanceWarning,
     ToolError,
     UnsupportedError,
-    warn,
 )
 from ..model import Message, chat_messages
 from ..model.thoughts import ThinkingChoice, plan_thinking, thinking_budget
@@ -56,7 +54,8 @@ class Agent(Settings, Generic[T]):
 
     Args:
         target: a context, on which each call opens and closes an `AsyncEngine`; or a running
-            `AsyncEngine`.
+            `AsyncEngine`. The agent opens the context's prefix cache. With ``prefix_cache=False`` there
+            is none, and every turn reads its conversation again.
         messages: the beginning of every conversation: messages, or a text, which is the system message.
             If it ends with a user's message, the task is appended to that, after an empty line.
         tools: functions with annotated parameters, sync or async, bound methods, and other agents. The
@@ -90,10 +89,6 @@ class Agent(Settings, Generic[T]):
         ConfigError: a bad value, two tools with the same name, or parameters that cannot be described.
         UnsupportedError: the model has no chat template.
         ClosedError: the context is closed.
-
-    Warns:
-        PerformanceWarning: the context has no prefix cache, so every turn processes its conversation
-            again.
     """
 
     def __init__(
@@ -163,13 +158,7 @@ class Agent(Settings, Generic[T]):
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
         prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
         plan_thinking(model, prompt, thinking, has_calls=bool(self.tools))
-        context.keep_prefixes()
-        if context.prefix_cache is None:
-            warn(
-                "this context keeps no prefixes: each turn of an agent reads its conversation again. "
-                "They need memory that can be cut, kv_unified=True and prefix_cache not False",
-                PerformanceWarning,
-            )
+        context.keep_prefixes(always=context.params.prefix_cache is not False)
         self.turns = turns
 
     def __setattr__(self, name: str, value: object) -> None:

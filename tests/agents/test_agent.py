@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import pytest
+import toys
 from pydantic import AfterValidator, Field
 from scripts import call
 from stages import (
@@ -46,7 +47,6 @@ from llamabranch.errors import (
     ClosedError,
     ConfigError,
     ParseError,
-    PerformanceWarning,
     ToolError,
     UnsupportedError,
 )
@@ -866,11 +866,15 @@ def test_engine_that_is_closed_cancels_what_runs(stage: Context) -> None:
     assert asyncio.run(main()).finish_reason == "cancelled"
 
 
-def test_context_without_prefixes_warns(scripted: lb.Model) -> None:
+def test_context_keeps_prefixes_unless_it_was_told_not_to(
+    scripted: lb.Model, tmp_path: Path
+) -> None:
     with lb.Context(scripted, n_ctx=1024, n_threads=1, prefix_cache=False) as ctx:
-        with pytest.warns(PerformanceWarning, match="keeps no prefixes"):
-            agent = Agent(ctx, tools=[add])
-        assert agent.run("one: go").text == "It is three."
+        report = Agent(ctx, tools=[add]).run("one: go")
+        assert (report.text, report.cached) == ("It is three.", 0) and report.reread > 0
+    path = toys.write_mamba(tmp_path / "mamba.gguf")  # of memory that cannot be cut, too
+    with lb.Model(path, chat_template="chatml") as model, lb.Context(model, n_threads=1) as ctx:
+        assert Agent(ctx) and ctx.prefix_cache is not None
 
 
 def test_template_that_refuses_the_trunk(stage: Context) -> None:

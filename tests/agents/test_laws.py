@@ -89,7 +89,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore::llamabranch.errors.PerformanceWarning")
 def test_law_1_a_transcript_does_not_depend_on_what_else_runs(
     teller: lb.Model, alone: list[Report], case: str
 ) -> None:

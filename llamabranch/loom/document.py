@@ -29,7 +29,8 @@ Thinking = (
     bool | Annotated[int, Meta(ge=0)] | None
 )  # at most so many tokens; None = as the template does
 _SETTINGS = (  # of a generated node, as the page gets them
-    "stop", "max_tokens", "grammar", "json_schema", "thinking", "memory", "authors_note", "window",
+    "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory",
+    "authors_note", "window",
 )  # fmt: skip
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
@@ -442,7 +443,8 @@ class Document:
             "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
             "kind": record.kind, "by": record.by, "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
-            "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
+            "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
+            "seed": record.seed, "sampling": record.sampling,
             **{name: getattr(record, name) for name in _SETTINGS},
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,

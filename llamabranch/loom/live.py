@@ -246,8 +246,7 @@ class Live:
         """Tell the tabs the state of the file if it has changed."""
         if self._told != (file := self.file):
             self._told = file
-            tell = self._emit_later if self.running else lambda _, *event: self.emit(*event)
-            tell("file", "set", {"file": file})
+            self._emit_later("file", "set", {"file": file})
 
     @property
     def file(self) -> dict[str, object]:
@@ -279,7 +278,7 @@ class Live:
         self._wake()
 
     def _emit_later(self, key: object, name: str, data: object) -> None:
-        """Send an event with the next tokens, and none of the earlier ones with this key."""
+        """Send an event when tokens may be sent; one with the same key that still waits is dropped."""
         self._later[key] = name, data
         self._wake()
 
@@ -291,12 +290,12 @@ class Live:
     @property
     def _event_s(self) -> float:
         """Seconds between two events. Drawing takes time from a model that needs all cores."""
-        return _EVENT_S if leaves_cores(self.service.ctx) else _BUSY_EVENT_S
+        service = self.service_of()
+        return _EVENT_S if service is None or leaves_cores(service.ctx) else _BUSY_EVENT_S
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer, self._sent = None, perf_counter()
         self.send_tokens()
-        self._sent = perf_counter()
 
     def send_tokens(self) -> None:
         """Send what was not sent yet, and add the tokens to the file."""
@@ -420,16 +419,13 @@ class Live:
         if n - n_cached > _FEW and n_read < n:
             message = f"reading {n_read:,} of {n:,} tokens"
         if job.state == "running" and message != job.message:
-            tell = self._emit_later if job.message else lambda _, *event: self.emit(*event)
             job.message = message
-            tell(job.id, "job", job.as_dict())
+            self._emit_later(job.id, "job", job.as_dict())
 
-    def _watched(
-        self, job: PageJob, request: Request, skipped: int = 0, n: int | None = None
-    ) -> Request:
-        """Return a job's request that reports how much of a text is processed.
+    def _watched(self, job: PageJob, request: Request, skipped: int = 0, n: int = 0) -> Request:
+        """Return a job's request that reports how much of a text of ``n`` tokens is processed.
 
-        It reads a text of ``n`` tokens (None = its prompt), without the first ``skipped`` ones.
+        The prompt begins after the first ``skipped`` tokens of the text; without ``n`` it is the text.
         """
 
         def report(read: PromptProgress) -> None:

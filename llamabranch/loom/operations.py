@@ -150,12 +150,9 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         turns = turns[: do.turn]
     elif do.role == "assistant":
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
-    root = beginning(node)
-    name = document.name()
-    record = Made(
-        id=name, kind="chat", by="user", variables=root.variables, thinking=do.thinking
-    )  # fmt: skip
     loom.check_mode("chat", do)
+    root, name = beginning(node), document.name()
+    record = Made(id=name, kind="chat", variables=root.variables, thinking=do.thinking)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -213,8 +210,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     model = loom.service.model
     opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
     made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
-    records: list[Record] = []
-    src = "t" * len(opening.ids)
+    records, src = list[Record](), "t" * len(opening.ids)
     loom.learn(opening.ids)
     for record in made:
         record.turns = opening.turns if opening.at < at or opening.ids else []
@@ -248,11 +244,11 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
             if token == do.token:
                 taken.lp, taken.rk, taken.h, taken.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
-    (node,) = loom.make([record, taken], do.cid)
-    if node.lp[0] is None:
-        loom.start_scoring(node)
+    (new,) = loom.make([record, taken], do.cid)
+    if new.lp[0] is None:
+        loom.start_scoring(new)
     is_end = is_ruled and model.is_eog(do.token)
-    return _begin(loom, do, [node], 0 if is_end else do.max_tokens)
+    return _begin(loom, do, [new], 0 if is_end else do.max_tokens)
 
 
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:

@@ -218,13 +218,14 @@ def write(
     places = common([_word(model, token) for token in before], words)
     at, skipped = places[-1]
     *_, last = talk.messages
-    if known and known[-1].at <= at < len(before) and last["role"] == "tool":
+    end = (known[-1].end or len(before)) if known else 0
+    if known and known[-1].at <= at < end and last["role"] == "tool":
         # The call before a tool's result stays as the model wrote it, even if the template would write
         # it in another way. The template's tokens go on where it ends the call's turn.
         other = [*talk.messages[:-1], {**last, "content": f"x{last['content']}"}]
         n = n_common(full, talk._replace(messages=other).tokens(model))
         ends = [i for i in range(skipped, n) if model.is_eog(full[i])]
-        places += [(known[-1].end or len(before), end) for end in ends[-1:]]
+        places += [(end, there) for there in ends[-1:]]
         at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
     stays = 0  # turns that end before the fork

@@ -315,8 +315,9 @@ def test_the_inspector_says_what_a_grammar_left_and_what_else_acted(page: Page) 
     page.locator("#text [data-token]").first.hover()
     page.locator("#token-pane[data-position='0']").wait_for()
     assert details.evaluate("each => each.open") and page.locator("#token .rule").count() == 0
-    press(page, "v", "v", "v", "v", at="#text")
-    assert lens_of(page) == "source" and last.get_attribute("data-cue") == "f"
+    page.locator("#lenses input[value=source]").check(force=True)
+    idle(page)
+    assert last.get_attribute("data-cue") == "f"
     assert page.locator("#legend .b3 small").inner_text() == "1"
 
 

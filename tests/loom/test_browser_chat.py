@@ -143,8 +143,10 @@ def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> No
 
 def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     talk(page)
-    edit(page, "by-assistant", ANSWER, "Escape")
+    edit(page, "by-assistant", "<think>\nI think of", "Escape")
     thought = page.locator("#text .turn.thought")
+    assert (thought.get_attribute("data-title") or "").startswith("Thought, cut at ")
+    edit(page, "by-assistant", ANSWER, "Escape")
     assert "folded" in (thought.get_attribute("class") or "")
     assert thought.locator("[data-token]").count() == 0
     assert (thought.get_attribute("data-title") or "").startswith("Thought, ")
@@ -188,6 +190,17 @@ def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
     page.locator(f"#text [data-token='{last - 3}']").click()
     typed(page, " and a queen")
     assert turns(page)[2][1].endswith(" and a queen") and len(turns(page)) == 3
+
+
+def test_tools_that_are_no_list_are_told_below_them(page: Page) -> None:
+    page.locator("#told summary").click()
+    for tools, said in (('{"type": "function"}', "a JSON list is wanted"), ("[", "tools: ")):
+        page.locator("#tools").fill(tools)
+        page.locator("#begin").fill(QUESTION)
+        page.locator("#begin").press("Control+Enter")
+        told(page, "#begin-wrong", said)
+        assert page.locator("#begin").input_value() == QUESTION
+    assert violations(page) == []
 
 
 # -- the bar ---------------------------------------------------------------------------------------

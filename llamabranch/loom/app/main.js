@@ -48,21 +48,12 @@ function drawWhere() {
   const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
   $("go").lastChild.textContent = keysOf(answered ? "type" : "continue")[0] ?? "";
-  const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
-    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
-      : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
-    retry: "Answer again" };
-  for (const [action, title] of Object.entries(words)) {
-    const button = $("actions").querySelector(`[data-action=${action}]`);
-    if (!button) continue;
-    if (action === "type") button.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
-    if (button.title !== title) button.title = title;
-  }
   attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
   $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
   typed.hidden = answered; // there the button beside the bar is Reply
+  typed.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin

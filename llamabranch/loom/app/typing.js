@@ -31,7 +31,7 @@ export async function go(fields = {}) {
 export let opened = null;
 
 const nowAt = () => `${store.current} ${store.end}`; // the name of the draft of the place that is shown
-const MOST = 400_000; // characters of a box: with more of them a browser is slow
+const MOST = 100_000; // characters of a box that something is pasted into: with more of them a browser is slow
 
 /** What Ctrl+Enter and Escape do in a box. @param {any} where @param {() => void} submit @param {() => void} [leave] */
 export function onSubmit(where, submit, leave = () => {}) {
@@ -54,26 +54,21 @@ export function keepTyped(field, name, wrong, draft = () => (field.value ? {} : 
   };
   field.addEventListener("input", save);
   field.onbeforeinput = (/** @type {InputEvent} */ event) => {
-    const n = field.value.length + (event.data?.length ?? 0);
-    if (n <= MOST || !event.data) return;
+    const pasted = event.data?.length ?? 0, n = field.value.length + pasted;
+    if (n <= MOST || pasted < 1000) return;
     event.preventDefault();
     wrong.textContent = `A box takes ${plural(MOST, "character")}; with this it would have ${plural(n, "character")}. Import a file instead (E).`;
   };
   return save;
 }
 
-/** What each kind of box sends. @type {Record<string, (draft: any) => [string, Record<string, any>]>} */
-const SENDS = {
-  type: ({ node, at, text }) => ["type", { node, at, text }], edit: ({ node, at, text }) => ["type", { node, at, text, edit: true }],
-  reply: ({ node, at, text, role }) => ["chat", { node, at, text, role }], turn: ({ node, turn, text }) => ["chat", { node, turn, text }],
-};
-
-/** Open a box to write in. An edit is in the place of the text. @param {Draft} draft @param {boolean} [focuses] */
-function openBox(draft, focuses = true) {
+/** Open a box to write in. An edit is in the place of the text. @param {Omit<Draft, "node" | "end"> & Partial<Draft>} what
+ * @param {boolean} [focuses] */
+function openBox(what, focuses = true) {
   if (opened || exported() || !$("empty").hidden) return;
   if (document.documentElement.dataset.state === "read-only") return tell("This document is read-only.");
   showPane("text");
-  const { kind, at } = draft, c = shownPath(), turn = c.turns[draft.turn ?? -1], isEdit = kind === "edit" || kind === "turn";
+  const draft = { node: store.current, end: store.end, ...what }, { kind, at } = draft, c = shownPath(), turn = c.turns[draft.turn ?? -1], isEdit = kind === "edit" || kind === "turn";
   const was = isEdit ? c.text.slice(at, turn?.end).join("") : "", speaker = turn?.role ?? "";
   const words = kind === "type" ? `Type ${whereTo()}` : kind === "reply" ? "Reply" : kind === "edit" ? "Edit from this line on"
     : speaker === "assistant" ? "Edit the answer" : `Edit what the ${speaker} says`;
@@ -98,8 +93,8 @@ function openBox(draft, focuses = true) {
     if (text.value === was && !(more && isEdit)) return close();
     fill(wrong);
     text.readOnly = true;
-    const [op, fields] = SENDS[kind]({ ...draft, text: text.value, role: role.value || "user" });
-    const answer = await act(op, fields, undefined, wrong);
+    const isTurn = kind === "turn" || kind === "reply", where = kind === "turn" ? { turn: draft.turn } : { at, edit: kind === "edit" };
+    const answer = await act(isTurn ? "chat" : "type", { node: draft.node, text: text.value, ...where, ...(roles.length && { role: role.value }) }, undefined, wrong);
     text.readOnly = false;
     if (!answer) return;
     close();
@@ -136,7 +131,7 @@ function openBox(draft, focuses = true) {
 export function drawBox() {
   if (opened && opened.place !== nowAt()) opened.park();
   const draft = store.drafts[nowAt()], c = shownPath();
-  if (draft && !opened && !exported() && c.missing < 0 && c.n >= draft.at) openBox(draft, draft.open);
+  if (draft && !opened && document.documentElement.dataset.state !== "read-only" && c.missing < 0 && c.n >= draft.at) openBox(draft, draft.open);
 }
 
 /** Go where something was typed. @param {Record<string, () => any>} run @param {(draft: any) => any} is which draft */
@@ -165,7 +160,7 @@ export function reopen(run) {
 
 /** What is saved, and where. */
 export function savedSentence() {
-  const nodes = [...store.nodes.values()], { name, unsaved, error } = store.doc.file, typed = Object.keys(store.drafts).length;
+  const nodes = [...store.nodes.values()], { name, unsaved, error } = store.doc.file, typed = Object.keys(store.drafts).filter((each) => !["system", "tools"].includes(each)).length;
   const n = nodes.reduce((sum, each) => sum + each.n, 0), there = nodes.length - (unsaved ?? 0);
   return [`${plural(there, "text")}${unsaved || error ? "" : `, ${plural(n, "token")}`} ${there === 1 ? "is" : "are"} in ${name}`,
     unsaved && `${plural(unsaved, "text")} ${unsaved === 1 ? "is" : "are"} only in memory`,
@@ -179,20 +174,18 @@ export const controlNote = (parsed) => {
   return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
 };
 
-const here = () => ({ node: /** @type {string} */ (store.current), end: store.end });
-
 /** Type after a position. @param {number} at */
-export const type = (at) => openBox({ kind: "type", ...here(), at });
+export const type = (at) => openBox({ kind: "type", at });
 
 /** Add a turn to the conversation. */
-export const reply = () => openBox({ kind: "reply", ...here(), at: place() });
+export const reply = () => openBox({ kind: "reply", at: place() });
 
 /** Rewrite a turn of the conversation; the old one stays as a branch. @param {number} turn @param {number} [before] the caret */
 export function editTurn(turn, before) {
   const c = shownPath(), { begin, end } = c.turns[turn] ?? {};
   if (begin == null) return;
   const [skipped, length] = [c.text.slice(0, begin), c.text.slice(begin, end)].map((all) => all.join("").length);
-  openBox({ kind: "turn", ...here(), at: begin, turn, caret: before == null ? length : Math.max(0, Math.min(length, before - skipped)) });
+  openBox({ kind: "turn", at: begin, turn, caret: before == null ? length : Math.max(0, Math.min(length, before - skipped)) });
 }
 
 /** Edit the text from the line of the caret on; in a chat, its turn. @param {number} before how many characters are before the caret */
@@ -202,7 +195,7 @@ export function edit(before) {
   for (let sum = 0; i < c.n && (sum += c.text[i].length) <= before; ) i++;
   if (isChat(c)) return editTurn(turnAt(c, i), before);
   while (i > c.control[0] && !c.text[i - 1].endsWith("\n")) i--;
-  openBox({ kind: "edit", ...here(), at: i, caret: before - c.text.slice(0, i).join("").length });
+  openBox({ kind: "edit", at: i, caret: before - c.text.slice(0, i).join("").length });
 }
 
 /** Regenerate an answer. @param {number} turn */

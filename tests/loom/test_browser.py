@@ -152,7 +152,11 @@ def chosen(page: Page) -> str:
 
 def test_a_picked_alternative_follows_the_bar(page: Page) -> None:
     shown(page, "Once upon a time there was a little fox who lived")
-    for bar in ({"n": 2, "max_tokens": 5}, {"max_tokens": 9, "choice": [" north", " south"]}):
+    bars: list[Any] = [
+        {"n": 2, "max_tokens": 5},
+        {"max_tokens": 9, "choice": [" north", " south"]},
+    ]
+    for bar in bars:
         do(page, "bar", set={"text": {**bar, "sampling": {"temperature": 0.5}}})
         told(page, "#bar-said", f"{bar['max_tokens']} tokens")
         picked = take(page, 5)
@@ -251,7 +255,8 @@ def test_two_branches_side_by_side(page: Page) -> None:
 
     def texts() -> list[str]:
         page.wait_for_function("document.querySelectorAll('#pair .column .t').length > 1")
-        return columns.evaluate_all("all => all.map(each => each.textContent)")
+        found: list[str] = columns.evaluate_all("all => all.map(each => each.textContent)")
+        return found
 
     def shared() -> str:
         return "".join(page.locator("#text > :not(#pair) .t").all_inner_texts())
@@ -268,7 +273,7 @@ def test_two_branches_side_by_side(page: Page) -> None:
     for width, is_below in ((1280, False), (390, True)):
         page.set_viewport_size({"width": width, "height": 844})
         idle(page)
-        places = [sides.nth(i).bounding_box() or {} for i in range(2)]
+        places: list[Any] = [sides.nth(i).bounding_box() for i in range(2)]
         assert (places[1]["y"] > places[0]["y"]) == is_below
         assert page.locator("#tree-pane").is_hidden() == is_below  # one pane at a time
         assert page.evaluate("document.documentElement.scrollWidth") <= width

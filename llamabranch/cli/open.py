@@ -29,16 +29,17 @@ _SUFFIX = ".loom.jsonl"
 PAGE = "Page"
 
 
-@with_options("settings", *DRAFT_OPTIONS, *OUTPUT_OPTIONS)
+@with_options("settings", *DRAFT_OPTIONS, "chat_template", *OUTPUT_OPTIONS, draft="auto")
 def open(
     given: Given,
     console: Console,
     named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
     file: Annotated[
-        Path | None, option("--file", f"NAME{_SUFFIX}; one per model.", PAGE, metavar="FILE")
+        Path | None,
+        option("--file", f"NAME{_SUFFIX}; by default one per model.", PAGE, metavar="FILE"),
     ] = None,
     port: Annotated[
-        int, option("--port", "Or any free one.", PAGE, metavar="N", max=65_535)
+        int, option("--port", "Any free one if it is taken.", PAGE, metavar="N", max=65_535)
     ] = 8137,
     browser: Annotated[bool, option("--browser/--no-browser", "Open a browser.", PAGE)] = True,
     read_only: Annotated[bool, option("--read-only", "Write nothing.", PAGE)] = False,
@@ -79,12 +80,13 @@ def open(
     )  # fmt: skip
     server.front = front_of(loom)
     console.on_opening = loom.opening
-    path = loom.journal.path
+    path, loom.journal.complain = loom.journal.path, console.note
     link = show_link(loom.guard, server.url, console, url=server.url, file=str(path))
     if not console.silent:
         console.note(f"document: {path}; scripts send Authorization: Bearer {loom.guard.key}")
     if loom.journal.read_only is not None:
-        console.note(f"{path.name} is read-only: {loom.journal.read_only}")
+        cause = loom.journal.cause and f" ({loom.journal.cause})"
+        console.note(f"{path.name} is read-only. {loom.journal.read_only}{cause}")
     if browser:
         threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
     server.run()

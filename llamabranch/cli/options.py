@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -129,6 +129,10 @@ class Given:
     flash_attn: str = shared(
         "auto", "-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"
     )
+    chat_template: str | None = shared(
+        None, "--chat-template --chat-template-file", "A chat template instead of the model's.", MODEL,
+        metavar="FILE|NAME",
+    )  # fmt: skip
     cache_dir: str | None = shared(
         None, "--cache-dir", "What was read is kept here.", MODEL, metavar="DIR"
     )
@@ -150,9 +154,8 @@ class Given:
                 values[name] = value if name == "stop" else setting_value(value)
         if isinstance(bias := values.get("logit_bias"), dict):
             values["logit_bias"] = {token_key("logit_bias", key): bias[key] for key in bias}
-        template = values.get("chat_template")
-        if isinstance(template, str) and "{" not in template and os.path.isfile(template):
-            values["chat_template"] = read_text(Path(template))
+        if isinstance(template := values.get("chat_template"), str):
+            values["chat_template"] = template_source(template)
         return values
 
     def params(self, seed: int | None = None) -> SamplingParams:
@@ -209,6 +212,7 @@ class Given:
             "flash_attention": _SWITCH[self.flash_attn],
             "cache_dir": self.cache_dir,
             "cache_size": self.cache_size,
+            "chat_template": self.chat_template and template_source(self.chat_template),
         }
         options = {name: value for name, value in flags.items() if value is not None}
         return options | self.set("load")
@@ -241,7 +245,7 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
     the command with one line and an exit code.
     """
     types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
-    names = names or tuple(name for name in known if name not in FOLDER_OPTIONS)
+    names = names or tuple(n for n in known if n not in (*FOLDER_OPTIONS, "chat_template"))
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -274,6 +278,16 @@ def load(name: str, console: Console, **options: Any) -> lb.Context:
     finally:
         console.progress("")
     return console.resources.enter_context(context)
+
+
+def template_source(template: str) -> str:
+    """Return a chat template by its file; its source, or the name of one of llama.cpp's, as it is.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    is_file = os.path.isfile(template) or PurePath(template).name != template or "." in template
+    return read_text(Path(template)) if is_file and "{" not in template else template
 
 
 def _setting_names() -> dict[str, set[str]]:

@@ -33,6 +33,8 @@ class Produced(NamedTuple):
             requested.
         is_thought: whether it belongs to the thought before the answer; the tags are left out of
             ``text``.
+        n_allowed: how many tokens the grammar allowed at its position; 0 without a grammar, and if no
+            alternatives were requested.
     """
 
     token: int
@@ -44,6 +46,7 @@ class Produced(NamedTuple):
     alternatives: tuple[Alternative, ...] = ()
     rank: int = 0
     is_thought: bool = False
+    n_allowed: int = 0
 
 
 class OutputBuffer:

@@ -402,14 +402,14 @@ class Plan:
     def _distribution(self, n: int) -> Distribution:
         text = self._text
         row, position = self.rows[n], len(text.tokens) + n
-        return self._sampler(n).distribution(row.array, position, text.seed)
+        return self.sampler(n).distribution(row.array, position, text.seed)
 
     def _drawn(self, n: int) -> int:
-        text, sampler = self._text, self._sampler(n)
+        text, sampler = self._text, self.sampler(n)
         row, position = self.rows[n], len(text.tokens) + n
         return row.draw(sampler, text.seed, position, measured=sampler.params.logprobs)
 
-    def _sampler(self, n: int) -> Sampler:
+    def sampler(self, n: int) -> Sampler:
         """Return the sampler that has accepted the first ``n`` drafted tokens."""
         samplers = self._samplers
         while len(samplers) <= n:
@@ -448,7 +448,7 @@ class Plan:
         """
         text, cache = self._text, self._text.ctx.kv_cache
         tokens, rows = self.tokens[: 1 + n], self.rows[: 1 + n]
-        sampler = self._sampler(n)
+        sampler = self.sampler(n)
         scored, completed = sampler.params.logprobs, []
         with text.undone_on_error():
             for token, row in zip(tokens[1:], rows, strict=False):

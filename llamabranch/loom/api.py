@@ -15,7 +15,7 @@ from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
 from . import formats
-from .document import Document, Node, short, turn_columns
+from .document import Bar, Document, Node, short, turn_columns
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Handler = Callable[[Loom, Request], Awaitable[Response]]
 
 _MOST_UPLOAD = 64 << 20
+_MOST_TEXT = 8 << 20  # characters of a text; a document of the page may have more
 _MOST_NODES = 200_000
 _MOST_FOUND = 200
 
@@ -36,7 +37,7 @@ def front_of(loom: Loom) -> Front:
 
     async def do(call: Request) -> Response:
         body = await operations.do(await json_of(call, Do))
-        status = 200 if body.get("job") is None else 202
+        status = 507 if "error" in body else 200 if body.get("job") is None else 202
         return reply(body, status)
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -82,11 +83,18 @@ async def _next(loom: Loom, call: Request) -> Response:
     """Report what could follow the first ``at`` tokens of a text."""
     node, document = loom.node(call.query_params.get("node")), loom.document
     at = call.query_params.get("at", "")
-    score = await loom.following(node.tokens(int(at) if at.isdecimal() else None))
+    score = await loom.following(node, min(node.end, int(at)) if at.isdecimal() else node.end)
     alternatives = () if score is None else score.alternatives
     loom.learn(a.token for a in alternatives)
     top = [(a.token, short(a.logprob), document.pieces[a.token]) for a in alternatives]
     return reply({"top": top})
+
+
+async def _example(loom: Loom, call: Request) -> Response:
+    """Send the first screen's example, as `_tokens` sends a text: the sentence, then its endings."""
+    example = await loom.example.document()
+    nodes = example.shown()
+    return reply({"parts": [example.columns(n, 0, len(n.ids), top=True) for n in nodes]})
 
 
 async def _find(loom: Loom, call: Request) -> Response:
@@ -155,16 +163,31 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    nodes = loom.make(await asyncio.to_thread(loom.copied, content))
-    await loom.confirm()
-    roots = [loom.document.node_fields(node) for node in nodes if node.parent is None]
-    return reply({"nodes": roots, "count": len(nodes)})
+    if not isinstance(content, Document) and sum(len(item.text) for item in content) > _MOST_TEXT:
+        raise HttpError(413, f"the text is too long: at most {_MOST_TEXT >> 20} MB are imported")
+    async with loom.acting:
+        nodes = loom.make(await asyncio.to_thread(loom.copied, content))
+    document = loom.document
+    bar = document.bars.get("text", {})
+    fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
+    if fields:
+        loom.add(Bar(mode="text", fields=bar | fields))
+        loom.emit("set", {"bars": document.bars})
+    shown = nodes[-1].id
+    if isinstance(content, Document):  # as it was shown there
+        names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
+        shown = names.get(content.current or "", nodes[-1]).id
+    roots = [document.node_fields(node) for node in nodes if node.parent is None]
+    answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
+    error = await loom.confirm()
+    return reply(answer | error, 507 if error else 200)
 
 
 _ROUTES: dict[str, Handler] = {
     "GET /loom/doc": _doc,
     "GET /loom/tokens": _tokens,
     "GET /loom/next": _next,
+    "GET /loom/example": _example,
     "GET /loom/find": _find,
     "GET /loom/events": _events,
     "GET /loom/export": _export,

@@ -19,11 +19,19 @@ from msgspec import Meta, Raw, Struct
 from ..model import Model
 from ..model.model import token_piece
 from ..model.tree import TextNode
+from ..request.window import Window
 
 Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
+Thinking = (
+    bool | Annotated[int, Meta(ge=0)] | None
+)  # at most so many tokens; None = as the template does
+_SETTINGS = (  # of a generated node, as the page gets them
+    "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory",
+    "authors_note", "window",
+)  # fmt: skip
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
     40,
@@ -66,7 +74,9 @@ class Made(Record, tag="node", kw_only=True):
     """A node. ``a`` is the revision of the action that made it; 0 = this record begins an action.
 
     ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
-    conversation also has ``tools`` and ``variables`` for the chat template.
+    conversation also has ``tools`` and ``variables`` for the chat template. A generated node has all
+    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says what was in the
+    context; None = the whole text.
     """
 
     id: str
@@ -86,10 +96,18 @@ class Made(Record, tag="node", kw_only=True):
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
     variables: dict[str, object] = {}
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
+    window: Window | None = None
+    ruled_from: int | None = None
 
 
 class Tokens(Record, tag="tok", kw_only=True):
-    """Tokens of a node, from its own token number ``at`` on: new tokens, or new numbers of known ones."""
+    """Tokens of a node, from its own token number ``at`` on: new tokens, or new numbers of known ones.
+
+    ``al`` is how many tokens the grammar allowed at each place; [] = no grammar restricted any.
+    """
 
     id: str = ""
     at: int = 0
@@ -99,6 +117,11 @@ class Tokens(Record, tag="tok", kw_only=True):
     rk: list[int | None]
     src: str
     top: list[Raw]
+    al: list[int | None] = []
+
+    def named(self) -> list[int]:
+        """Return all tokens that it names, also as alternatives."""
+        return [*self.ids, *(token for raw in self.top for token, _ in decoded(raw))]
 
 
 class Pieces(Record, tag="voc", kw_only=True):
@@ -169,6 +192,7 @@ class Node(TextNode):
     rk: list[int | None] = field(default_factory=list)
     src: list[str] = field(default_factory=list)
     top: list[Raw] = field(default_factory=list)
+    al: list[int | None] = field(default_factory=list)
     ended: Ended | None = None
     hidden: bool = True  # until its record is applied
     bookmark: bool = False
@@ -217,16 +241,17 @@ class Node(TextNode):
                 break
         return stretches[::-1]
 
-    def tokens(self, end: int | None = None) -> list[int]:
-        """Return the ids of its text, or of its first ``end`` tokens."""
-        return [t for node, a, b in self.stretches(0, end) for t in node.ids[a:b]]
+    def tokens(self, end: int | None = None, start: int = 0) -> list[int]:
+        """Return the ids of its text, or of its tokens from ``start`` to ``end``."""
+        return [t for node, a, b in self.stretches(start, end) for t in node.ids[a:b]]
 
     def record(self, a: int, b: int | None = None) -> Tokens:
         """Return its own tokens from ``a`` to ``b`` as a record."""
         cut = slice(a, b)
+        al = self.al[cut]
         return Tokens(
             id=self.id, at=a, ids=self.ids[cut], lp=self.lp[cut], h=self.h[cut], rk=self.rk[cut],
-            src="".join(self.src[cut]), top=self.top[cut],
+            src="".join(self.src[cut]), top=self.top[cut], al=al if any(al) else [],
         )  # fmt: skip
 
 
@@ -263,8 +288,11 @@ class Document:
         match record:
             case Made():
                 parent = None if record.parent is None else self.nodes[record.parent]
-                if record.id in self.nodes or not 0 <= record.at <= (parent.end if parent else 0):
-                    raise ValueError(f"node {record.id} cannot begin at {record.at}")
+                if record.id in self.nodes:
+                    raise ValueError(f"two nodes are called `{record.id}`")
+                if not 0 <= record.at <= (n := parent.end if parent else 0):
+                    above = f"`{record.parent}` has {n} tokens" if parent else "it has no parent"
+                    raise ValueError(f"`{record.id}` cannot begin at {record.at}: {above}")
                 node = self.nodes[record.id] = Node(record, parent)
                 number = record.id[1:]
                 self._n_made = max(self._n_made + 1, int(number) if number.isdecimal() else 0)
@@ -325,12 +353,13 @@ class Document:
     def put(node: Node, new: Tokens) -> None:
         """Put tokens into a node: append them, or replace known ones."""
         # The ids come last, so that no thread reads an id whose numbers are missing.
-        columns, n = ("lp", "h", "rk", "src", "top", "ids"), len(new.ids)
-        is_whole = all(len(getattr(new, name)) == n for name in columns)
+        columns, n = ("al", "lp", "h", "rk", "src", "top", "ids"), len(new.ids)
+        is_whole = all(len(getattr(new, name)) == n for name in columns[not new.al :])
         if not 0 <= new.at <= len(node.ids) or not is_whole:
-            raise ValueError(f"tokens of {node.id} do not fit")
+            raise ValueError(f"the tokens of `{node.id}` do not fit")
+        known = [*node.al[new.at : new.at + n], *[None] * n][:n]
         for name in columns:
-            getattr(node, name)[new.at : new.at + n] = getattr(new, name)
+            getattr(node, name)[new.at : new.at + n] = getattr(new, name) or known
 
     def name(self, i: int = 0) -> str:
         """Return the name of the next node, or of the ``i``-th node after it."""
@@ -414,9 +443,9 @@ class Document:
             "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
             "kind": record.kind, "by": record.by, "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
-            "text": self.text(node)[:_SHOWN], "seed": record.seed, "sampling": record.sampling,
-            "stop": record.stop, "max_tokens": record.max_tokens, "grammar": record.grammar,
-            "json_schema": record.json_schema,
+            "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
+            "seed": record.seed, "sampling": record.sampling,
+            **{name: getattr(record, name) for name in _SETTINGS},
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
@@ -436,7 +465,9 @@ class Document:
     def columns(self, node: Node, a: int, b: int, *, top: bool) -> dict[str, object]:
         """Return own tokens of a node from ``a`` to ``b``."""
         cut, pieces = slice(a, b), self.pieces
-        columns: dict[str, object] = {n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk")}
+        columns: dict[str, object] = {
+            n: getattr(node, n)[cut] for n in ("ids", "lp", "h", "rk", "al")
+        }
         columns |= {"node": node.id, "at": node.at + a, "src": "".join(node.src[cut])}
         columns["text"] = [pieces[token] for token in node.ids[cut]]
         if top:

@@ -18,8 +18,10 @@ from itertools import groupby
 import msgspec
 from msgspec import Raw
 
+from ..arguments import nearest
 from ..errors import ConfigError
 from ..request.fields import SamplingFields
+from ..serve.messages import in_words
 from . import page
 from .document import AnyRecord, Document, Made, Node, Tokens, decoded
 from .journal import replay
@@ -30,11 +32,17 @@ _DATA = re.compile(rb'<script type="application/json" id="loom-data">([A-Za-z0-9
 _BEGINS_JSON = re.compile(r'\s*[\[{][\[{\s]*(?:"\w*(?:"\s*(?::|$)|$)|[\]}]|$)')
 _HEAD = b'{"op":"head",'  # how a document's file begins
 _TEXT_FILES = {"markdown": ("md", "text/markdown"), "text": ("txt", "text/plain")}
+_NAMED = 24  # characters of a text in the name of its file
 _HTML_TOP = 3  # alternatives of a token in an HTML file
 _OTHER = "this is not a document of this page nor of mikupad"
 _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
 )
+_OLD_FIELDS = ("vocab", "kv_type", "seam", "constraint", "digest")  # of earlier versions
+_NOTES = {
+    "memory": "memoryTokens",
+    "authors_note": "authorNoteTokens",
+}  # the bar's fields, mikupad's
 _encode = msgspec.json.encode
 
 
@@ -99,7 +107,7 @@ def export(
     Raises:
         ConfigError: the format is unknown, or it needs a node.
     """
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title) or "loom"
+    safe = _safe(title) or "loom"
     if kind in ("json", "html"):
         records = [*document.records()]
         whole = {
@@ -122,14 +130,27 @@ def export(
     if node is None:
         raise ConfigError("node is needed: this format contains the text of one path")
     suffix, mime = _TEXT_FILES[kind]
-    return document.text(node, own=False).encode(), f"{safe}.{suffix}", mime
+    words = _safe(document.text(node).strip()[:_NAMED])  # two paths of a document get two names
+    name = "-".join(filter(None, [safe, node.id, words]))
+    return document.text(node, own=False).encode(), f"{name}.{suffix}", mime
+
+
+def _safe(name: str) -> str:
+    """Return a part of a file's name without spaces, signs and letters other than ASCII's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_.")
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
+class Items(list[Item]):
+    """Items, parents first, and the fields of the bar that came with them."""
+
+    bar: Mapping[str, str] = {}
+
+
 class _File(msgspec.Struct):
-    records: list[AnyRecord]
+    records: list[Raw]
 
 
 def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
@@ -146,9 +167,10 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
         data = _unpacked(match[1])
     if data.startswith(_HEAD):
         document = Document()
-        _, wrong = replay(document, data)
-        if wrong is not None:
-            raise ConfigError(f"this file of the page is damaged: {wrong}")
+        _, damage = replay(document, data)
+        if damage is not None:
+            raise ConfigError("the file is damaged at line {}: {}".format(*damage))
+        _check(document)
         return _ours(document, most, is_ours)
     try:
         text = data.decode("utf-8-sig", "surrogatepass").replace("\r\n", "\n")
@@ -169,8 +191,12 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     match value:
         case {"format": str(marker)} if marker == _MARKER:
             return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
-        case {"prompt": prompt} if (chunks := _chunks(prompt)) is not None:
-            return _items_of_session(chunks, most)
+        case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), list):
+            items = _items_of_session(chunks, most)
+            items.bar = {
+                name: text for name, key in _NOTES.items() if (text := _note(value.get(key)))
+            }
+            return items
     raise ConfigError(_OTHER, hint=_TEXTS)
 
 
@@ -190,26 +216,38 @@ def _whole_characters(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _chunks(prompt: object) -> list[Mapping[str, str]] | None:
-    """Return the parts of the text of mikupad's session; None if it is something else."""
-    if isinstance(prompt, str):  # in a session's file each value is a string that contains JSON
+def _unquoted(value: object) -> object:
+    """Return a value of mikupad's session. In its file each value is a string that contains JSON."""
+    if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            prompt = json.loads(prompt)
-    if not isinstance(prompt, list):
-        return None
-    are_parts = all(isinstance(c, dict) and isinstance(c.get("content"), str) for c in prompt)
-    return prompt if are_parts else None
+            return json.loads(value)
+    return value
 
 
-def _items_of_session(chunks: Sequence[Mapping[str, str]], most: int) -> list[Item]:
+def _note(value: object) -> str:
+    """Return the text of mikupad's memory or author's note, which a session writes in three parts."""
+    match _unquoted(value):
+        case {"text": str(text), **more} if text:
+            parts = (more.get("prefix", ""), text, more.get("suffix", ""))
+            whole = "".join(part for part in parts if isinstance(part, str))
+            return _whole_characters(whole.replace("\\n", "\n")).strip()
+    return ""
+
+
+def _items_of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Items:
     """Return a session as a path that alternates between typed and generated nodes."""
-    items: list[Item] = []
+    for number, chunk in enumerate(chunks, 1):
+        if not (isinstance(chunk, dict) and isinstance(chunk.get("content"), str)):
+            raise ConfigError(f"part {number} of this session's prompt has no text")
+    items = Items()
     for is_typed, parts in groupby(chunks, lambda chunk: chunk.get("type") == "user"):
         text = "".join(part["content"] for part in parts)  # two parts may share a character
         by = "user" if is_typed else "import"
         items.append(Item(_whole_characters(text), len(items) - 1, by))
         if len(items) > most:
             raise _too_large(most)
+    if not any(item.text for item in items):
+        raise ConfigError("this session has no text")
     return items
 
 
@@ -226,13 +264,48 @@ def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Docu
 
 
 def _own(data: bytes) -> Document:
-    """Return the document in the page's own JSON."""
-    document = Document()
+    """Return the document in the page's own JSON.
+
+    Raises:
+        ConfigError: a record is not valid, has an unknown field or does not fit; it is named.
+    """
+    document, place = Document(), "the file"
     try:
-        for record in msgspec.json.decode(data, type=_File).records:
+        for number, raw in enumerate(msgspec.json.decode(data, type=_File).records, 1):
+            place = f"record {number}"
+            fields = msgspec.json.decode(raw, type=dict[str, Raw])
+            record = msgspec.json.decode(raw, type=AnyRecord)
+            known = record.__struct_fields__
+            for name in fields.keys() - {"op", *known, *_OLD_FIELDS}:
+                raise ValueError(f"unknown field `{name}`; {nearest(name, known, 'fields')}")
             if isinstance(record, Made):
                 msgspec.convert(record.sampling, SamplingFields)
             document.apply(record)
     except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
-        raise ConfigError(f"this file of the page is damaged: {error}") from None
+        raise _refused(place, error) from None
+    _check(document)
     return document
+
+
+def _check(document: Document) -> None:
+    """Raise ConfigError unless a document has texts, and all its tokens have theirs."""
+    if not any(document.shown()):
+        raise ConfigError("the file has no text")
+    for node in document.nodes.values():
+        try:
+            tops = {token for raw in node.top for token, _ in decoded(raw)}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _refused(f"node `{node.id}`: `top`", error) from None
+        for token in {*node.ids, *tops} - document.pieces.keys():
+            raise ConfigError(f"node `{node.id}`: the file has no text for token {token}")
+
+
+def _refused(place: str, error: Exception) -> ConfigError:
+    match error:
+        case msgspec.ValidationError():
+            why = in_words(error)
+        case KeyError():
+            why = f"there is no node {error} before it"
+        case _:
+            why = str(error)
+    return ConfigError(f"{place}: {why}", hint="nothing was imported")

@@ -1,13 +1,14 @@
 """Events for the tabs, and the jobs that generate and score tokens.
 
 Everything here runs in the event loop. The engine's thread hands over
-results with `Live.call`. Tokens are sent within 50 ms, or 0.1 s if the model needs all cores, and
-written to the file within 0.1 s.
+results with `Live.call`. Tokens are sent within 50 ms, or 0.25 s if the model needs all cores, and are
+in the file 0.1 s later.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
@@ -24,17 +25,19 @@ from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
 from ..native.library import available_cores
+from ..request.window import prompt_of, scoring_window
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
-from .turns import answers
+from .turns import answers, head_of
 
-_EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.1, 0.09, 1.0, 15.0
+_EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
 _FEW = 64  # up to this many tokens are processed without showing progress
+_MOST_AGAIN = 4096  # tokens that a tab gets again when some of them have new numbers
 _HELD = 8  # an incomplete tag or character has at most this many tokens
 MOST_TOP = 10
 _SOURCES = {"plain": "s", "drafted": "d", "forced": "f", "bonus": "b", "corrected": "c"}
@@ -42,6 +45,11 @@ _encode = msgspec.json.encode
 
 Scored = Produced | TokenScore
 Work = Callable[["PageJob"], Coroutine[object, object, None]]
+
+
+def _source(token: Produced) -> str:
+    """Return the letter of a generated token's source; a grammar's only choice was forced."""
+    return "f" if token.n_allowed == 1 else _SOURCES[token.source]
 
 
 def leaves_cores(ctx: Context) -> bool:
@@ -62,6 +70,7 @@ class PageJob:
     error: dict[str, object] | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
+    n_read: int = 0  # tokens that it has read to score them
 
     def as_dict(self) -> dict[str, object]:
         """Return the job as the page gets it."""
@@ -111,6 +120,7 @@ class Live:
         self.document = Document()
         self.journal = Journal(path, self.document, read_only=read_only)
         self.service_of = service_of
+        self.acting = asyncio.Lock()  # held by what makes nodes: their names are free until then
         self.boot = token_hex(4)
         self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
@@ -120,9 +130,12 @@ class Live:
         self._tasks: set[asyncio.Task[None]] = set()
         # Own tokens that are neither sent nor in the journal.
         self._unsent: dict[Node, tuple[int, int]] = {}
+        self._later: dict[object, tuple[str, object]] = {}  # other events that wait, by their key
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._sent = self._written = self._synced = 0.0
+        self._saver: asyncio.TimerHandle | None = None
+        self._sent = self._synced = 0.0
+        self._told: dict[str, object] = {}  # the state of the file
 
     @property
     def service(self) -> Service:
@@ -193,28 +206,56 @@ class Live:
     def add(self, *records: Record) -> None:
         """Add records to the document and its file, after the tokens that came before."""
         self.send_tokens()
+        self.keep(*records)
+
+    def keep(self, *records: Record) -> None:
+        """Add records to the document; they are written within 0.1 s and synced within a second."""
         for record in records:
             self.journal.add(record)
+        self._save_soon()
 
-    async def confirm(self) -> None:
-        """Write and sync all records. Raises HttpError if that fails; the records are kept."""
-        before = self.journal.error
+    def _save_soon(self) -> None:
+        if self._saver is None and self.journal.waits:
+            self.tell_file()
+            wait = _SYNC_S if self.journal.error else _WRITE_S
+            self._saver = asyncio.get_running_loop().call_later(wait, self._save)
+
+    def _save(self) -> None:
+        self._saver, now = None, perf_counter()
+        self.journal.write()
+        if now - self._synced >= _SYNC_S:
+            self._synced = now
+            asyncio.get_running_loop().run_in_executor(None, self.journal.sync)
+        self._save_soon()
+        self.tell_file()
+
+    async def confirm(self) -> dict[str, object]:
+        """Write and sync all records; return {}, or an error if that fails. The records are kept."""
         if self.journal.write():
             await asyncio.to_thread(self.journal.sync)
-        if before != self.journal.error:
-            self.emit("set", {"file": self.file})
-        if self.journal.error is not None:
-            message = f"{self.journal.error}; nothing is lost: the page tries again"
-            raise HttpError(507, message, kind="disk_error")
+        self.tell_file()
+        if self.journal.error is None:
+            return {}
+        name, n = self.journal.path.name, self.journal.unsaved()
+        told = (
+            f"{name} cannot be written: {self.journal.error}. Texts that are only in memory: {n}."
+        )
+        return HttpError(507, f"{told} The page tries again.", kind="disk_error").body_for("")
+
+    def tell_file(self) -> None:
+        """Tell the tabs the state of the file if it has changed."""
+        if self._told != (file := self.file):
+            self._told = file
+            self._emit_later("file", "set", {"file": file})
 
     @property
     def file(self) -> dict[str, object]:
         """The file's name and state, for the page's header."""
         journal = self.journal
-        saved = journal.saved and not self._unsent
         return {
-            "name": journal.path.name, "saved": saved, "read_only": journal.read_only,
-            "error": journal.error,
+            "name": journal.path.name, "saved": journal.saved and not (self._unsent or self.writing),
+            "read_only": journal.read_only, "error": journal.error,
+            "unsaved": journal.unsaved(self._unsent),
         }  # fmt: skip
 
     def columns(self, node: Node, a: int, b: int, *, top: bool = True) -> dict[str, object]:
@@ -234,6 +275,14 @@ class Live:
         """Mark own tokens of a node as new, or as having new numbers."""
         old = self._unsent.get(node, (a, b))
         self._unsent[node] = min(old[0], a), max(old[1], b)
+        self._wake()
+
+    def _emit_later(self, key: object, name: str, data: object) -> None:
+        """Send an event when tokens may be sent; one with the same key that still waits is dropped."""
+        self._later[key] = name, data
+        self._wake()
+
+    def _wake(self) -> None:
         if self._timer is None:  # the first tokens after a pause are sent at once
             wait = max(0.0, self._sent + self._event_s - perf_counter())
             self._timer = asyncio.get_running_loop().call_later(wait, self._tick)
@@ -241,30 +290,22 @@ class Live:
     @property
     def _event_s(self) -> float:
         """Seconds between two events. Drawing takes time from a model that needs all cores."""
-        return _EVENT_S if leaves_cores(self.service.ctx) else _BUSY_EVENT_S
+        service = self.service_of()
+        return _EVENT_S if service is None or leaves_cores(service.ctx) else _BUSY_EVENT_S
 
     def _tick(self) -> None:
-        """Send tokens, write them to the file every second time, and sync once a second."""
-        self._timer = None
+        self._timer, self._sent = None, perf_counter()
         self.send_tokens()
-        loop, self._sent = asyncio.get_running_loop(), perf_counter()
-        if self._sent - self._written >= _WRITE_S:
-            had, self._written = self.journal.error, self._sent
-            self.journal.write()
-            if self._sent - self._synced >= _SYNC_S:
-                self._synced = self._sent
-                loop.run_in_executor(None, self.journal.sync)
-            if had != self.journal.error:
-                self.emit("set", {"file": self.file})
-        if not self.journal.saved:
-            self._timer = loop.call_later(self._event_s, self._tick)
 
     def send_tokens(self) -> None:
-        """Send the tokens that were not sent yet, and add them to the file."""
+        """Send what was not sent yet, and add the tokens to the file."""
+        later, self._later = self._later, {}
+        for name, data in later.values():
+            self.emit(name, data)
         waiting, self._unsent = self._unsent, {}
         for node, (a, b) in waiting.items():
             self.emit("tokens", self.columns(node, a, b))
-            self.journal.add(node.record(a, b))
+            self.keep(node.record(a, b))
 
     # -- jobs ------------------------------------------------------------------------------------------
 
@@ -292,6 +333,7 @@ class Live:
             if not job.is_stopped:  # stopping a job raises an error in it
                 self._fail(job, error)
         job.message = None
+        self._later.pop(job.id, None)
         for node in job.nodes:
             node.job = None
             if node.made.seed is not None and node.ended is None:
@@ -300,12 +342,11 @@ class Live:
         cut = job.nodes if job.state != "done" else ()
         empty = [node for node in cut if not node.ids and not node.children]
         self.add(*(Change(id=node.id, name="hidden") for node in empty))
-        self.journal.write()
         self.send_nodes(*job.nodes)
         if empty:
             self.send_undo()
         self.emit("job", job.as_dict())
-        await asyncio.to_thread(self.journal.sync)
+        await self.confirm()
 
     def _fail(self, job: PageJob, error: BaseException) -> None:
         sent_error = http_error(error)
@@ -318,8 +359,15 @@ class Live:
         for job in self.jobs.values():
             job.is_stopped = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.add()
+        self.send_tokens()
+        if self._saver is not None:
+            self._saver.cancel()
         self.journal.close()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a text is being generated."""
+        return any(job.nodes for job in self.running)
 
     @property
     def running(self) -> list[PageJob]:
@@ -342,53 +390,59 @@ class Live:
         start = len(node.ids) if at is None else at
         tops = [[(a.token, short(a.logprob)) for a in score.alternatives] for score in scored]
         self.learn([score.token for score in scored] + [token for top in tops for token, _ in top])
+        al = [(isinstance(score, Produced) and score.n_allowed) or None for score in scored]
         self.document.apply(Tokens(
             id=node.id, at=start, ids=[score.token for score in scored],
             lp=[short(score.logprob) for score in scored], h=[short(score.entropy) for score in scored],
             rk=[score.rank or None for score in scored], src=src, top=[Raw(_encode(top)) for top in tops],
+            al=al if any(al) else [],
         ))  # fmt: skip
         self.note(node, start, start + len(scored))
 
     def learn(self, ids: Iterable[int]) -> None:
         """Add the texts of new tokens to the document."""
         for pieces in self.document.learn(self.service.model, ids):
-            self.journal.add(pieces)
+            self.keep(pieces)
 
     def plain(self, name: str, ids: Sequence[int], src: str) -> list[Record]:
-        """Return records of tokens without numbers."""
+        """Return records of tokens without numbers; ``src`` has a letter for each."""
         n = len(ids)
         new = Tokens(
-            id=name, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n, src=src * n,
+            id=name, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n, src=src,
             top=[Raw(b"[]")] * n,
         )  # fmt: skip
         return [*self.document.learn(self.service.model, ids), new] if n else []
 
-    def _on_reading(self, job: PageJob, read: PromptProgress) -> None:
-        """Report how much of a prompt a job has processed."""
+    def _on_reading(self, job: PageJob, n_cached: int, n_read: int, n: int) -> None:
+        """Report how much of a text a job has processed."""
         message = None
-        if read.n_total - read.n_cached > _FEW and read.n_read < read.n_total:
-            message = f"reading {read.n_read:,} of {read.n_total:,} tokens"
+        if n - n_cached > _FEW and n_read < n:
+            message = f"reading {n_read:,} of {n:,} tokens"
         if job.state == "running" and message != job.message:
             job.message = message
-            self.emit("job", job.as_dict())
+            self._emit_later(job.id, "job", job.as_dict())
 
-    def _watched(self, job: PageJob, request: Request) -> Request:
-        """Return a job's request that reports how much of its prompt is processed."""
+    def _watched(self, job: PageJob, request: Request, skipped: int = 0, n: int = 0) -> Request:
+        """Return a job's request that reports how much of a text of ``n`` tokens is processed.
+
+        The prompt begins after the first ``skipped`` tokens of the text; without ``n`` it is the text.
+        """
 
         def report(read: PromptProgress) -> None:
-            self.call(self._on_reading, job, read)
+            n_cached, n_read = read.n_cached + skipped, read.n_read + skipped
+            self.call(self._on_reading, job, n_cached, n_read, n or read.n_total)
 
         return request.replace(on_prompt_progress=report)
 
-    def _on_round(self, node: Node, trace: RoundTrace) -> None:
-        """Keep a round of speculation and send it."""
+    def _on_round(self, node: Node, trace: RoundTrace, at: int) -> None:
+        """Keep a round of speculation, drafted from the position ``at`` on, and send it."""
         following, draft, pieces = trace.following, trace.draft, self.document.pieces
         if following is None:
             return
         self.learn([*draft, following.token])
         lps = [*map(short, trace.logprobs), *[None] * len(draft)]
         fields = {
-            "node": node.id, "at": trace.position, "round": len(node.rounds) + 1,
+            "node": node.id, "at": at, "round": len(node.rounds) + 1,
             "draft": [(t, pieces[t], lp) for t, lp in zip(draft, lps, strict=False)],
             "accepted": trace.n_accepted, "rejected": trace.n_rejected,
             "unreached": len(draft) - trace.n_accepted - trace.n_rejected,
@@ -396,8 +450,8 @@ class Live:
             "src": _SOURCES.get(following.source, "s"),
             "ms": (round(1e3 * trace.draft_s, 3), round(1e3 * trace.verify_s, 3)),
         }  # fmt: skip
-        self.journal.add(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
-        self.emit("round", fields)
+        self.keep(Kept(id=node.id, name="rounds", data=Raw(_encode(fields))))
+        self._emit_later((node.id, len(node.rounds)), "round", fields)
 
     async def generate(self, job: PageJob, work: Sequence[tuple[Node, Request]]) -> None:
         """Run requests until they end. Each one fills a node."""
@@ -406,14 +460,17 @@ class Live:
         nodes = {f"loom-{job.id}-{node.id}": node for node, _ in work}
         job.names = [*nodes]
 
-        def watched(node: Node) -> Callable[[RoundTrace], None]:
-            return lambda trace: self.call(self._on_round, node, trace)
+        def watched(node: Node, shift: int) -> Callable[[RoundTrace], None]:
+            return lambda trace: self.call(self._on_round, node, trace, shift + trace.position)
 
         named = [
-            self._watched(job, request.replace(id=name, on_round=watched(node)))
-            for name, (node, request) in zip(nodes, work, strict=True)
-        ]
-        begun, n_before = perf_counter(), {node: len(node.ids) for node in nodes.values()}
+            self._watched(job, request.replace(
+                id=name, on_round=watched(node, node.end - len(request.prompt))
+            )) for name, (node, request) in zip(nodes, work, strict=True)
+        ]  # fmt: skip
+        above = {each.id for node in nodes.values() for each in node.ancestors()}
+        scoring = [each for each in self.running if each.op == "score" and each.node in above]
+        n_told = {each: each.n_read for each in scoring}
         thoughts = {node: _Thought() for node in nodes.values()}
         async with aclosing(updates(self.service, named)) as steps:
             async for changed in steps:
@@ -421,50 +478,65 @@ class Live:
                     node = nodes[update.job.name]
                     tokens = thoughts[node].new(update) + update.tokens
                     if tokens:
-                        self.take(node, tokens, "".join(_SOURCES[token.source] for token in tokens))
+                        self.take(node, tokens, "".join(map(_source, tokens)))
                     if update.ended is not None:
-                        seconds = perf_counter() - begun
-                        self._end(job, node, update.ended, seconds, n_before[node])
+                        # What a job that scores this text has read meanwhile was read for it too.
+                        n_meanwhile = sum(each.n_read - n_told[each] for each in scoring)
+                        n_told = {each: each.n_read for each in scoring}
+                        self._end(job, node, update.ended, n_meanwhile)
 
-    def _end(self, job: PageJob, node: Node, result: Result, seconds: float, n_before: int) -> None:
+    def _end(self, job: PageJob, node: Node, result: Result, n_meanwhile: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
-        read = max(0, result.evaluated - max(1, node.n_given))
+        read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
         ended = Ended(id=node.id, reason=reason, read=read, cached=result.cached)
         self.add(ended)
-        rate = round((len(node.ids) - n_before) / seconds, 1) if seconds else None
+        first, last = result.first_token_s, result.last_token_s
+        seconds = last - first if first is not None and last is not None else 0.0
         self.emit("end", {
             "node": node.id, "reason": reason, "seed": node.made.seed, "read": read,
-            "cached": ended.cached, "rate": rate,
+            "cached": ended.cached,
+            "rate": round((result.generated - 1) / seconds, 1) if seconds else None,
         })  # fmt: skip
 
     async def score(self, job: PageJob, node: Node) -> None:
-        """Score the tokens of a node's text that have no log-probability yet."""
-        unknown = {
-            owner.at + i: (owner, i)
+        """Score the tokens of a node's text that have no log-probability yet.
+
+        A text longer than the context is scored in parts. Every token of it gets its number from a
+        context that has at least the half of its tokens before it, and no memory: about what a
+        continuation there would see.
+        """
+        places = [
+            owner.at + i
             for owner, a, b in node.stretches()
             for i in range(a, b)
             if owner.lp[i] is None and owner.at + i
-        }
-        if not unknown or job.is_stopped:
-            return
-        job.names = [f"loom-{job.id}"]
-        request = Request(
-            node.tokens(max(unknown) + 1), max_tokens=0, id=job.names[0],
-            prompt_logprobs=MOST_TOP, logprobs_from=min(unknown),
-        )  # fmt: skip
-        (text,) = await all_texts(self.service, [self._watched(job, request)])
-        scores = dict(enumerate(text.result.prompt_logprobs or ()))
-        for position, (owner, i) in unknown.items():
-            score = scores.get(position)
-            if score is not None and owner.lp[i] is None:
-                self.take(owner, [score], owner.src[i], i)
-                # Sends the tokens from 0 on, because a tab ignores tokens after a gap.
-                self.note(owner, 0, i)
-
-    async def following(self, tokens: Sequence[int]) -> Produced | None:
-        """Return the next token of a text and its alternatives; it is never an end token."""
-        request = self.service.next_request(tokens, MOST_TOP)
-        (text,) = await all_texts(self.service, [request])
-        return next(iter(text.result.emitted), None)
+        ]
+        ids, n_done, job.names = node.tokens(), 0, [f"loom-{job.id}"]
+        model, n_ctx, is_long = self.service.model, self.service.n_ctx, False
+        head = head_of(self.document.turns(node), ids, model)
+        while n_done < len(places) and not job.is_stopped:
+            window, end = scoring_window(model, ids, places[n_done], n_ctx, head)
+            part, shift = places[n_done : bisect_left(places, end)], window.start - window.head
+            request = Request(
+                prompt_of(window, ids[: part[-1] + 1]), max_tokens=0, id=job.names[0],
+                prompt_logprobs=MOST_TOP, logprobs_from=part[0] - shift,
+            )  # fmt: skip
+            watched = self._watched(job, request, shift, places[-1] + 1)
+            (text,) = await all_texts(self.service, [watched])
+            job.n_read += text.result.evaluated
+            scores = text.result.prompt_logprobs or []
+            for owner, a, b in node.stretches(part[0], part[-1] + 1):
+                new = [i for i in range(a, b) if owner.lp[i] is None and owner.at + i]
+                is_run = new and new[-1] - new[0] == len(new) - 1
+                for run in [new] if is_run else [[i] for i in new]:
+                    found = [s for i in run if (s := scores[owner.at + i - shift])]
+                    self.take(owner, found, "".join(owner.src[run[0] : run[-1] + 1]), run[0])
+                if new and len(owner.ids) <= _MOST_AGAIN:
+                    self.note(owner, 0, new[-1])  # a tab ignores tokens after a gap
+                is_long = is_long or bool(new and len(owner.ids) > _MOST_AGAIN)
+            n_done += len(part)
+        if is_long:  # the tabs fetch its tokens
+            self.add()
+            self.emit("reset", {})

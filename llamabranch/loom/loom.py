@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import secrets
-from asyncio import to_thread
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
+from ..branch import Produced
 from ..engine import Request
+from ..model.text import n_common
+from ..model.thoughts import plan_thinking
 from ..request.fields import SamplingFields, TextFields
-from ..sampling import SamplingParams
+from ..request.window import Window, prompt_of, window_of
+from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
 from ..serve.errors import HttpError
+from ..serve.generation import all_texts
 from ..serve.page import Page
-from ..serve.service import Service
+from ..serve.service import TOO_LONG, Service
 from .document import (
     Change,
     Document,
@@ -30,20 +38,29 @@ from .document import (
     Node,
     Record,
     Seed,
+    Thinking,
     Tokens,
-    decoded,
 )
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
-from .turns import chat_fields, thinking_at
+from .turns import chat_fields, head_of, thinking_at
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
+_GRAMMARS = ("grammar", "json_schema", "regex", "choice")
+_ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
+_MORE = ("stop", "thinking", *_ASIDES)  # other settings that a node keeps
+_KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
+_BEGINNING, _END = "There was once a king who lived in a", " kitchen."
+_SEED, _N, _TOKENS = 7, 3, 12
 
 
 class TextSettings(Struct, kw_only=True):
-    """How a text is sampled, where it stops, and which grammar it follows."""
+    """How a text is sampled, where it stops, which grammar it follows, what else the model sees.
+
+    ``thinking`` is for chats, ``memory`` and ``authors_note`` are for texts.
+    """
 
     seed: Seed | None = None
     sampling: SamplingFields | None = None
@@ -52,6 +69,9 @@ class TextSettings(Struct, kw_only=True):
     json_schema: dict[str, object] | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
 
 
 class BarFields(TextSettings, kw_only=True, omit_defaults=True):
@@ -95,7 +115,28 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
         grammar=settings.grammar, json_schema=settings.json_schema,
         regex=settings.regex, choices=settings.choice,
     )  # fmt: skip
-    return await to_thread(fields.text_grammar)
+    return await asyncio.to_thread(fields.text_grammar)
+
+
+def _ruled_from(record: Made, node: Node) -> int:
+    """Return where the text begins that the grammar of a new node runs over.
+
+    The rule: a node that goes on inside a stretch of text that was written under the same grammar
+    belongs to that stretch, together with a token that is picked there. So the grammar runs from the
+    beginning of the stretch, and what it forbids there is refused before anything is made. Everywhere
+    else, also after a stretch that was complete, the grammar begins with the first generated token. In
+    a chat it runs over the whole answer after the thought, whoever wrote it (`thinking_at`).
+    """
+    is_picked, at = record.kind == "taken", record.at
+    place = at if is_picked and at < node.end else at - 1  # the token that is replaced, or the last
+    for owner, *_ in node.stretches(place, place + 1):
+        rules = [[getattr(made, name) for name in _GRAMMARS] for made in (record, owner.made)]
+        since = owner.made.ruled_from
+        since = owner.at + owner.n_given if since is None else since
+        is_complete = owner.reason == "stop" and at == owner.end
+        if any(rules[0]) and rules[0] == rules[1] and since <= at and not is_complete:
+            return since
+    return at + is_picked
 
 
 class Loom(Live):
@@ -121,6 +162,7 @@ class Loom(Live):
     ) -> None:
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Page(port, FILES)
+        self.example = Example(self)
         self._draft = draft
         self._loading = {"message": "loading the model"}
 
@@ -132,11 +174,11 @@ class Loom(Live):
             self.add(Head(model=model.name, fingerprint=model.fingerprint))
         elif head is not None and not model.is_of(head.fingerprint):
             journal.read_only = journal.read_only or (
-                f"it was written with the model {head.model}, and this is {model.name}. To read it "
-                "with this model, import it into another document"
+                f"It was written with the model {head.model}, and this is {model.name}. To read it "
+                "with this model, import it into another document."
             )
         self.emit("model", self.model())
-        self.emit("set", {"file": self.file})
+        self.tell_file()
 
     def model(self) -> dict[str, object]:
         """Return the facts about the model that the page shows."""
@@ -189,25 +231,79 @@ class Loom(Live):
     def check_writable(self) -> None:
         """Raise HttpError if the document is read-only."""
         if self.journal.read_only is not None:
-            message = f"the document is read-only: {self.journal.read_only}"
+            message = f"The document is read-only. {self.journal.read_only}"
             raise HttpError(409, message, kind="read_only")
 
     # -- nodes -----------------------------------------------------------------------------------------
 
-    def made(self, do: Do, i: int, kind: str, at: int) -> Made:
-        """Return the record of a node to generate, with its own seed."""
-        if do.seed in (None, "", "-1"):
-            do.seed = str(secrets.randbits(31))
-        seed = int(do.seed or 0)
-        return Made(
-            id=self.document.name(i), parent=do.node, at=at, kind=kind, by="A",
-            seed=str(derive_seed(seed, i) if i else seed), stop=do.stop, max_tokens=do.max_tokens,
-            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), grammar=do.grammar,
-            json_schema=do.json_schema, regex=do.regex, choice=do.choice,
+    async def made(
+        self, do: Do, node: Node, at: int, kind: str, n: int = 1, n_given: int = 0
+    ) -> list[Made]:
+        """Return the records of ``n`` nodes to generate, each with its own seed.
+
+        Args:
+            do: the settings.
+            node, at: they continue the first ``at`` tokens of this node's text.
+            kind: "sampled", or "taken" after a picked token.
+            n, n_given: how many nodes, and tokens that each one begins with.
+
+        Raises:
+            HttpError: a setting does not fit the text, or the memory is too long.
+        """
+        document, n_ctx = self.document, self.service.n_ctx
+        seed = secrets.randbits(31) if do.seed in (None, "", "-1") else int(do.seed or 0)
+        first = Made(
+            id=document.name(), parent=do.node, at=at, kind=kind, by="A", seed=str(seed),
+            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), max_tokens=do.max_tokens,
+            **{name: getattr(do, name) for name in (*_GRAMMARS, *_MORE)},
+        )  # fmt: skip
+        self.check_mode("chat" if document.turns(node, at) else "text", do)
+        first.ruled_from = _ruled_from(first, node)
+        memory, note = await self.asides(first)
+        room = n_ctx - max(1, min(n * do.max_tokens, n_ctx // 4)) - n_given
+        fixed = at if await text_grammar(first) is None else min(at, first.ruled_from)
+        first.window = self._window(node, at, room, memory, note, fixed)
+        return [first] + [
+            replace(first, id=document.name(i), seed=str(derive_seed(seed, i))) for i in range(1, n)
+        ]
+
+    def _window(
+        self, node: Node, end: int, room: int, memory: list[int], note: list[int], fixed: int
+    ) -> Window | None:
+        ids, turns, model = node.tokens(end), self.document.turns(node, end), self.service.model
+        return window_of(
+            model, ids, room, memory=len(memory), note=len(note), head=head_of(turns, ids, model),
+            fixed=fixed, places=[turn.at for turn in turns if turn.role == "user"],
         )  # fmt: skip
 
+    def check_mode(self, mode: Mode, settings: TextSettings) -> None:
+        """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
+        if mode == "chat" and settings.thinking is not None:
+            plan_thinking(self.service.model, [], settings.thinking)
+        mine, others = ("texts", ["thinking"]) if mode == "text" else ("chats", [*_ASIDES])
+        for name in others:
+            if getattr(settings, name) not in (None, ""):
+                said = _ASIDES.get(name, name)
+                raise HttpError(400, f"{said} is not for {mine}", param=name)
+
+    async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
+        """Return the tokens of the memory and of the author's note, each with the end of its line.
+
+        Raises:
+            HttpError: they take more than half of the context.
+        """
+        asides, most = list[list[int]](), self.service.n_ctx // 2
+        for name, said in _ASIDES.items():
+            text: str = getattr(settings, name)
+            line = text if text[-1:].isspace() else f"{text}\n"
+            asides += [await self.service.tokenize(line, add_special=False) if text.strip() else []]
+            if sum(map(len, asides)) > most:
+                told = f"{said} has {len(asides[-1]):,} tokens; half of the context is {most:,}"
+                raise HttpError(400, told, param=name)
+        return asides
+
     def params(self, made: Made) -> SamplingParams:
-        """Return a node's sampling settings."""
+        """Return a node's sampling settings. Raises ConfigError: they are invalid."""
         fields = msgspec.convert(made.sampling, SamplingFields)
         seed, service = None if made.seed is None else int(made.seed), self.service
         return fields.sampling(service.settings.sampling, service.model).replace(
@@ -218,20 +314,50 @@ class Loom(Live):
         """Return the request that continues a node.
 
         Raises:
-            HttpError, LlamaBranchError: the settings are invalid.
+            HttpError, LlamaBranchError: the settings are invalid, or the text breaks its grammar.
         """
-        record, tokens, thinking = node.made, node.tokens(), None
-        grammar = await text_grammar(record)
+        record, document, thinking = node.made, self.document, None
+        grammar, turns = await text_grammar(record), document.turns(node)
         continues = len(node.ids) - node.n_given
-        if grammar or record.stop:  # these apply to the answer, not to the thought
-            thinking, begin = thinking_at(self.document, self.service.model, node, node.end)
-            continues = min(continues, node.end - begin)
+        ruled_from = node.end - continues if record.ruled_from is None else record.ruled_from
+        is_answer = turns and turns[-1].role == "assistant"
+        if is_answer and (grammar or record.stop or record.thinking is not None):
+            # These apply to the answer, not to the thought.
+            thinking, ruled_from = thinking_at(document, self.service.model, node, node.end)
+            continues = min(continues, node.end - ruled_from)
+        if grammar is not None:
+            continues = node.end - ruled_from
+        tokens = prompt_of(record.window, node.tokens(), *await self.asides(record))
         self.service.check_room(tokens, max_tokens)
+        if grammar is not None and record.window is not None and ruled_from < record.window.start:
+            message = f"{TOO_LONG}: the context has no room for all that the grammar runs over"
+            raise HttpError(400, message)
+        if grammar is not None and continues:
+            await asyncio.to_thread(self._check_follows, grammar, tokens[-continues:])
         return Request(
             tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(record), max_tokens=max_tokens, stop=record.stop,
             top_logprobs=MOST_TOP,
         )  # fmt: skip
+
+    def _check_follows(self, grammar: Grammar, ids: Sequence[int]) -> None:
+        """Raise HttpError if a grammar does not allow a text, of which the last token is new."""
+        model = self.service.model
+        n = Sampler(model, SamplingParams(), grammar).count_allowed(ids)
+        if n < len(ids):
+            said = _KINDS.get(grammar.kind, "the grammar")
+            piece = model.detokenize([ids[n]], special=True)
+            where = "here" if n == len(ids) - 1 else "in what is written so far"
+            raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
+
+    async def following(self, node: Node, end: int) -> Produced | None:
+        """Return what could follow the first tokens of a text; it is never an end token."""
+        owners, service = node.stretches(end - 1, end), self.service
+        memory, note = await self.asides(owners[0][0].made if owners else node.made)
+        window = self._window(node, end, service.n_ctx - 1, memory, note, end)
+        request = service.next_request(prompt_of(window, node.tokens(end), memory, note), MOST_TOP)
+        (text,) = await all_texts(service, [request])
+        return next(iter(text.result.emitted), None)
 
     def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:
         """Add nodes and their tokens as one action, and return them. ``cid`` is the id of its request."""
@@ -240,7 +366,7 @@ class Loom(Live):
         for record in records:
             if isinstance(record, (Made, Change)):
                 record.a, record.cid = first, "" if first else cid
-            self.journal.add(record)
+            self.keep(record)
             if isinstance(record, Made):
                 first = first or record.r
                 nodes.append(self.document.nodes[record.id])
@@ -268,14 +394,13 @@ class Loom(Live):
             return self._from_texts(found)
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
         records: list[Record] = []
-        for record in [*found.records()]:
+        for record in map(copy, found.records()):
             match record:
                 case Made():
                     record.parent = record.parent and names[record.parent]
                 case Tokens():
-                    self.service.model.check_tokens(record.ids)
-                    named = (t for raw in record.top for t, _ in decoded(raw))
-                    records += self.document.learn(self.service.model, [*record.ids, *named])
+                    self.service.model.check_tokens(ids := record.named())
+                    records += self.document.learn(self.service.model, ids)
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]
@@ -300,10 +425,56 @@ class Loom(Live):
             else:
                 ids = model.tokenize(item.text, add_special=False, parse_special=False)
             records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
-            records += self.plain(name, ids, "p" if root else "t")
+            records += self.plain(name, ids, ("p" if root else "t") * len(ids))
             ends.append(at + len(ids))
             if item.bookmark:
                 records.append(Change(id=name, name="bookmark"))
             if item.note:
                 records.append(Change(id=name, name="note", value=item.note))
         return records
+
+
+class Example:
+    """The first screen's example: a sentence with its numbers, and three endings by the model.
+
+    It is written once, into a document of its own. It can be stopped, and is then written again.
+    """
+
+    def __init__(self, loom: Loom) -> None:
+        self._loom = loom
+        self._job = PageJob("example", "example", None)
+        self._writing: asyncio.Task[Document] | None = None
+
+    async def document(self) -> Document:
+        """Return the example: a node for the sentence, then one for each ending.
+
+        Raises:
+            HttpError, LlamaBranchError: it was stopped, or does not fit into the context.
+        """
+        writing = self._writing
+        if writing is None or (writing.done() and (writing.cancelled() or writing.exception())):
+            self._job = PageJob("example", "example", None)
+            writing = self._writing = asyncio.ensure_future(self._write(self._job))
+        return await asyncio.shield(writing)
+
+    def stop(self) -> None:
+        """Let the user's own text go first."""
+        if self._writing is not None and not self._writing.done():
+            self._loom.stop([self._job])
+
+    async def _write(self, job: PageJob) -> Document:
+        service_of = self._loom.service_of
+        loom = Loom(Path(os.devnull), 0, service_of, read_only=True)
+        ids, start = [await loom.service.tokenize(text) for text in (_BEGINNING + _END, _BEGINNING)]
+        records = [Made(id="n1", kind="prompt"), *loom.plain("n1", ids, "p" * len(ids))]
+        for i in range(1, 1 + _N):
+            records.append(Made(
+                id=f"n{1 + i}", parent="n1", at=n_common(ids, start), kind="sampled", by="A",
+                seed=str(derive_seed(_SEED, i)), max_tokens=_TOKENS,
+            ))  # fmt: skip
+        sentence, *endings = loom.make(records)
+        await loom.score(job, sentence)
+        await loom.generate(job, [(node, await loom.request(node, _TOKENS)) for node in endings])
+        if job.is_stopped or job.error is not None:
+            raise HttpError(503, "the example was stopped")
+        return loom.document

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
+from ..model.text import n_common
+from ..request.fields import SamplingFields
 from ..serve.errors import HttpError
 from .document import Bar, Change, Document, Made, Node, Record, Tokens, Turn, Undo, decoded
 from .live import PageJob
 from .loom import Do, Loom, text_grammar
-from .turns import Talk, Written, beginning, common, messages_of, write
+from .turns import Talk, Written, beginning, common, messages_of, opened, write
 
 _MOST_ANSWERS = 1000
 Answer = dict[str, object]
@@ -33,11 +35,10 @@ class Operations:
         self._answers: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
 
     async def do(self, do: Do) -> Answer:
-        """Return the answer to an operation.
+        """Return the answer to an operation. With an ``error``, it was done but is not saved yet.
 
         Raises:
-            HttpError, LlamaBranchError: it was refused, and nothing was done. Status 507: it was done,
-                but is not saved yet.
+            HttpError, LlamaBranchError: it was refused, and nothing was done.
         """
         answer = self._answers.get(do.cid)
         if answer is None:
@@ -45,33 +46,40 @@ class Operations:
             if len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
         try:
-            return await asyncio.shield(answer)
-        except HttpError as error:
-            if error.status != 507:
-                self._answers.pop(do.cid, None)
+            body = await asyncio.shield(answer)
+        except HttpError:
+            self._answers.pop(do.cid, None)
             raise
+        is_action = _OPERATIONS[do.op].needs_file and not do.current
+        return body | await self._loom.confirm() if is_action else body
 
     async def _perform(self, do: Do) -> Answer:
-        operation, loom = _OPERATIONS.get(do.op), self._loom
+        operation = _OPERATIONS.get(do.op)
+        if operation is None or not operation.needs_file or do.current:
+            return await self._run(do, operation)
+        async with self._loom.acting:
+            return await self._run(do, operation)
+
+    async def _run(self, do: Do, operation: _Operation | None) -> Answer:
+        loom = self._loom
         before = loom.again(do.cid)
         if before is not None:
             return before
         if operation is None:
             raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
-        needs_file = operation.needs_file and not do.current
-        if needs_file:
+        if operation.needs_file and not do.current:
             loom.check_writable()
+        if do.op in ("type", "chat"):
+            loom.example.stop()
         if do.node is None and operation.needs_node:
             raise HttpError(400, f"{do.op} needs a node", param="node")
         # Without a node: a new root.
         node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
         at = node.end if do.at is None else do.at
-        if not (do.node is not None) <= at <= node.end:
-            raise HttpError(400, f"at must be 1 to {node.end}, not {at}", param="at")
-        body = await operation.run(loom, do, node, at)
-        if needs_file:
-            await loom.confirm()
-        return body
+        least = int(do.node is not None and not do.edit)  # an edit of all is a new root
+        if not least <= at <= node.end:
+            raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
+        return await operation.run(loom, do, node, at)
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -79,21 +87,32 @@ class Operations:
 
 async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     document, text = loom.document, do.text or ""
-    is_chat = bool(document.turns(node, at))
+    is_chat, old = bool(document.turns(node, at)), list[int]()
     if do.edit:
-        n, text = _same_tokens(document, node.tokens()[at:], text, special=not is_chat)
-        at += n
-        if not text and at == node.end:
+        old = node.tokens(start=at)
+        n, text = await asyncio.to_thread(_same_tokens, document, old, text, special=not is_chat)
+        at, old = at + n, old[n:]
+        if not text and not old:
             return {"node": document.node_fields(node), "same": True}
     ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
-    if do.node is None and not ids:
+    if not at and not ids:
         raise HttpError(400, "the text is empty", param="text")
-    loom.service.check_room([*node.tokens(at), *ids], 0)
-    name, (kind, src) = document.name(), ("typed", "t") if do.node else ("prompt", "p")
-    record = Made(id=name, parent=do.node, at=at, kind=kind)
-    (new,) = loom.make([record, *loom.plain(name, ids, src)], do.cid)
+    parent = do.node if at else None
+    name, (kind, src) = document.name(), ("typed", "t") if parent else ("prompt", "p")
+    # Tokens after an edit that are as before keep their sources.
+    n_same = n_common(ids[::-1], old[::-1])
+    kept = [owner.src[i] for owner, a, b in node.stretches(node.end - n_same) for i in range(a, b)]
+    record, sources = Made(id=name, parent=parent, at=at, kind=kind), src * (len(ids) - n_same)
+    (new,) = loom.make([record, *loom.plain(name, ids, sources + "".join(kept))], do.cid)
     job = loom.start_scoring(new)
     return {"node": document.node_fields(new), "same": False, "job": job.id}
+
+
+async def _example(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    """Put the first screen's example into the document."""
+    nodes = loom.make(loom.copied(await loom.example.document()), do.cid)
+    fields = [loom.document.node_fields(new) for new in nodes]
+    return {"node": fields[0], "nodes": fields}
 
 
 def _same_tokens(
@@ -131,9 +150,9 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         turns = turns[: do.turn]
     elif do.role == "assistant":
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
-    root = beginning(node)
-    name = document.name()
-    record = Made(id=name, kind="chat", by="user", variables=root.variables)
+    loom.check_mode("chat", do)
+    root, name = beginning(node), document.name()
+    record = Made(id=name, kind="chat", variables=root.variables, thinking=do.thinking)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -150,7 +169,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
                 message["tool_call_id"] = calls[0]["id"]
             messages.append(message)
         messages += messages_of(document, model, node, after)
-        talk = Talk(messages, tools, record.variables)
+        talk = Talk(messages, tools, record.variables).thinking(model, do.thinking)
         return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
 
     if do.node is None and not (do.text or "").strip():
@@ -158,11 +177,10 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     new = await asyncio.to_thread(written)
     if do.node is not None and not new.ids:  # nothing changed
         return {"node": document.node_fields(node), "same": True, "at": new.at}
-    loom.service.check_room([*node.tokens(new.at), *new.ids], 0)
     record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
     if record.parent is None:
         record.tools = root.tools or do.tools
-    tokens = loom.plain(name, new.ids, "t" if record.parent else "p")
+    tokens = loom.plain(name, new.ids, ("t" if record.parent else "p") * len(new.ids))
     (new_node,) = loom.make([record, *tokens], do.cid)
     job = loom.start_scoring(new_node)
     return {"node": document.node_fields(new_node), "same": False, "job": job.id}
@@ -170,10 +188,11 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Keep the settings of texts or of chats. Invalid ones are refused."""
-    for bar in do.set.values():
-        do.sampling = bar.sampling
-        loom.params(loom.made(do, 0, "sampled", 0))
+    for mode, bar in do.set.items():
+        loom.params(Made(id="", sampling=msgspec.to_builtins(bar.sampling or SamplingFields())))
         loom.check_count(bar.n or 1)
+        loom.check_mode(mode, bar)
+        await loom.asides(bar)
         await text_grammar(bar)
     for mode, bar in do.set.items():
         loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
@@ -188,8 +207,15 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         most = node.made.max_tokens or do.max_tokens
         return _begin(loom, do, [node], most - (len(node.ids) - node.n_given))
     loom.check_count(do.n)
-    records = [loom.made(do, i, "sampled", at) for i in range(do.n)]
-    await loom.request(Node(records[0], node), do.max_tokens)
+    model = loom.service.model
+    opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
+    made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
+    records, src = list[Record](), "t" * len(opening.ids)
+    loom.learn(opening.ids)
+    for record in made:
+        record.turns = opening.turns if opening.at < at or opening.ids else []
+        records += [record, *loom.plain(record.id, opening.ids, src)]
+    await loom.request(Node(made[0], node, ids=opening.ids, src=[*src]), do.max_tokens)
     return _begin(loom, do, loom.make(records, do.cid), do.max_tokens)
 
 
@@ -204,20 +230,25 @@ def _begin(loom: Loom, do: Do, nodes: list[Node], max_tokens: int) -> Answer:
 
 
 async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    model = loom.service.model
     if do.token is None:
         raise HttpError(400, "fork needs a token", param="token")
-    loom.service.model.check_tokens([do.token])
-    record = loom.made(do, 0, "taken", at)
-    await loom.request(Node(record, node), do.max_tokens)
-    records = loom.plain(record.id, [do.token], "k")
+    model.check_tokens([do.token])
+    (record,) = await loom.made(do, node, at, "taken", n_given=1)
+    loom.learn([do.token])
+    request = await loom.request(Node(record, node, ids=[do.token], src=["k"]), do.max_tokens)
+    is_ruled = request.grammar is not None and request.continues > 0
+    taken = cast(Tokens, loom.plain(record.id, [do.token], "k")[-1])
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
+        taken.al = [owner.al[i]] if is_ruled and owner.al[i] else []
         for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
-            if token == do.token and isinstance(taken := records[-1], Tokens):
+            if token == do.token:
                 taken.lp, taken.rk, taken.h, taken.top = [lp], [rank], [owner.h[i]], [owner.top[i]]
-    (new,) = loom.make([record, *records], do.cid)
+    (new,) = loom.make([record, taken], do.cid)
     if new.lp[0] is None:
         loom.start_scoring(new)
-    return _begin(loom, do, [new], do.max_tokens)
+    is_end = is_ruled and model.is_eog(do.token)
+    return _begin(loom, do, [new], 0 if is_end else do.max_tokens)
 
 
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -271,6 +302,7 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 _OPERATIONS = {
     "type": _Operation(_type), "chat": _Operation(_chat), "bar": _Operation(_bar),
+    "example": _Operation(_example),
     "continue": _Operation(_continue, needs_node=True),
     "fork": _Operation(_fork, needs_node=True),
     "score": _Operation(_score, needs_node=True, needs_file=False),

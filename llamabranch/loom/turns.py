@@ -15,10 +15,11 @@ from typing import NamedTuple
 from ..errors import LlamaBranchError
 from ..model import Model, TurnReader
 from ..model.text import n_common
-from ..model.thoughts import Thinking, plan_thinking
+from ..model.thoughts import Thinking, plan_thinking, thinking_budget, thinking_variables
 from ..model.tools import Tools, conversation
 from ..request.openai import answer_message
 from .document import Document, Made, Node, Turn
+from .document import Thinking as Choice
 
 _CONTROL = b"\xff"  # written before the id of a control token, because UTF-8 never has this byte
 
@@ -29,6 +30,11 @@ class Talk(NamedTuple):
     messages: list[dict[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
     variables: Mapping[str, object] = {}
+
+    def thinking(self, model: Model, thinking: Choice) -> Talk:
+        """Return it with the template's variables that switch thoughts on or off."""
+        choice = thinking_variables(model.turn_format, thinking)
+        return self._replace(variables={**self.variables, **choice})
 
     def tokens(self, model: Model, n: int | None = None, *, generates: bool = True) -> list[int]:
         """Return the tokens of all messages, or of the first ``n``, up to where an answer begins."""
@@ -74,6 +80,18 @@ def chat_fields(model: Model) -> dict[str, object] | None:
         return None
     known = model.turn_format.roles & {"system", "tool"}
     return {"roles": ["user", *sorted(known, reverse=True)]}
+
+
+def head_of(turns: Sequence[Turn], ids: Sequence[int], model: Model) -> int:
+    """Return how many tokens at a text's beginning stay in the context: BOS, and a system message."""
+    if turns and turns[0].role == "system" and len(turns) > 1:
+        return turns[1].at
+    first, later = turns[:1], [turn for turn in turns[1:] if turn.role == "user"]
+    for turn, other in zip(first, later, strict=False):  # the template may write a system message
+        opening = ids[other.at : other.begin]
+        if ids[turn.begin - len(opening) : turn.begin] == opening:
+            return turn.begin - len(opening)
+    return int(ids[:1] == [model.bos])
 
 
 def beginning(node: Node) -> Made:
@@ -139,11 +157,13 @@ def thinking_at(
     turns, ids = document.turns(node, at), node.tokens(at)
     if model.chat_template is None or not turns or turns[-1].role != "assistant":
         return None, 0
-    turn, has_calls = turns[-1], bool(beginning(node).tools)
+    turn, has_calls, choice = turns[-1], bool(beginning(node).tools), node.made.thinking
     if at <= turn.begin:
-        return plan_thinking(model, ids, has_calls=has_calls)[1], at
+        return plan_thinking(model, ids, choice, has_calls=has_calls)[1], at
     if _read(document, model, node, turn)[0].is_in_thought:
-        return plan_thinking(model, ids[: turn.begin], True, has_calls=has_calls)[1], at
+        budget = thinking_budget(choice or True)
+        left = True if budget is None else max(1, budget - (at - turn.begin))
+        return plan_thinking(model, ids[: turn.begin], left, has_calls=has_calls)[1], at
     parts = _parts(document, model, node, turn)
     return None, max((part.end for part in parts if part.kind == "thought"), default=turn.begin)
 
@@ -194,9 +214,21 @@ def write(
     n_prompt = len(full)
     if answer:
         full += model.tokenize(answer, add_special=False, parse_special=True)
-    words = [_word(model, token) for token in full]
-    places = common([_word(model, token) for token in before], words)
+    words, own = ([_word(model, token) for token in ids] for ids in (full, before))
+    places = common(own, words)
     at, skipped = places[-1]
+    *_, last = talk.messages
+    caller = next((turn for turn in known[::-1] if turn.role == "assistant"), None)
+    end = (caller.end or len(before)) if caller else 0
+    if caller and caller.at <= at < end and last["role"] == "tool":
+        # The call before a tool's result stays as the model wrote it, even if the template would write
+        # it in another way. The template's tokens go on where it ends the call's turn.
+        other = [*talk.messages[:-1], {**last, "content": f"x{last['content']}"}]
+        n = n_common(full, talk._replace(messages=other).tokens(model))
+        for there in [i for i in range(skipped, n) if model.is_eog(full[i])][-1:]:
+            more = common(own[end:], words[there:])
+            places += [(end + i, there + j) for i, j in more]
+        at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
     stays = 0  # turns that end before the fork
     while stays < min(len(known), len(talk.messages)) and (known[stays].end or at + 1) < at:
@@ -284,6 +316,38 @@ class _Spans:
             ends.append(ends[-1] + len(word))
         begin = bisect_right(ends, where) - 1
         return low + begin, low + bisect_right(ends, where + len(wanted) - 1)
+
+
+def opened(document: Document, model: Model, node: Node, at: int, thinking: Choice) -> Written:
+    """Return the tokens that make an answer begin with a thought, or without one.
+
+    Where the answer begins, the conversation is written again with the template's variables for this
+    choice, and then a thought that the template neither opens nor closes. Inside an open thought only
+    the tag that closes it can be written. Without a choice, an answer that was opened for one is opened
+    as the template does.
+
+    Raises:
+        UnsupportedError: the model does not think.
+    """
+    turns, new = document.turns(node, at), Written(at, [], [])
+    if not turns or turns[-1].role != "assistant":
+        return new
+    turn, tools, ids = turns[-1], beginning(node).tools, node.tokens(at)
+    (owner, *_), *_ = node.stretches(turn.begin - 1, turn.begin)
+    if at > turn.begin and thinking_at(document, model, node, at)[0] is None:
+        return new  # it is the answer's own text
+    if at <= turn.begin and (thinking is not None or owner.made.thinking is not None):
+        talk = Talk(
+            messages_of(document, model, node, turns[:-1]), tools, beginning(node).variables
+        )
+        new = write(model, talk.thinking(model, thinking), ids, turns[:-1])
+    ids = [*ids[: new.at], *new.ids]
+    more = plan_thinking(model, ids, thinking, has_calls=bool(tools))[0][len(ids) :]
+    if more and at <= turn.begin:
+        begin = new.turns[-1].at if new.turns else turn.at
+        opening = Turn("assistant", begin, len(ids) + len(more))
+        new = new._replace(turns=[*new.turns[:-1], opening])
+    return new._replace(ids=[*new.ids, *more])
 
 
 def _word(model: Model, token: int) -> bytes:

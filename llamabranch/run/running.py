@@ -24,6 +24,7 @@ from ..generation.output import Produced
 from ..generation.text import Text
 from ..generation.verify import Plan, RoundTrace, Rule
 from ..model import token_list
+from ..sampling import Sampler
 from .drafting import Drafting
 
 PLAIN = Round(NO_DRAFT)  # the outcome of a step without a draft
@@ -114,7 +115,7 @@ class RunningText:
     def _draw_from(self, row: LogitsRow) -> Produced:
         """Draw the next token from ``row`` and append it."""
         text = self.text
-        produced = self._with_alternatives(text.produce_from(row), row)
+        produced = self._with_alternatives(text.produce_from(row), row, text.sampler)
         if not produced.is_stop:
             text.append(produced.token, -produced.logprob, None)
         return produced
@@ -233,20 +234,22 @@ class RunningText:
             self.stats.num_forced_tokens += is_forced
             source = "forced" if is_forced else "drafted"
             produced = Produced(token, piece, False, logprob, entropy, source)
-            emitted.append(self._with_alternatives(produced, row))
+            emitted.append(self._with_alternatives(produced, row, plan.sampler(i)))
             row = rows[i + 1]
         last = text.describe(verdict.token, row)[0]._replace(source=verdict.source)
-        emitted.append(self._with_alternatives(last, row))
+        emitted.append(self._with_alternatives(last, row, text.sampler))
         if not last.is_stop:
             text.append(last.token, -last.logprob, None)
         return emitted, verdict.n_accepted
 
-    def _with_alternatives(self, produced: Produced, row: LogitsRow) -> Produced:
-        """Return ``produced``, with its alternatives and rank if they were requested."""
+    def _with_alternatives(self, produced: Produced, row: LogitsRow, sampler: Sampler) -> Produced:
+        """Return ``produced``, with its alternatives and other numbers if they were requested."""
         if not self._n_alternatives:
             return produced
-        alternatives = row.alternatives(self.text.ctx.model, self._n_alternatives)
-        return produced._replace(alternatives=alternatives, rank=row.rank(produced.token))
+        alternatives, rank = row.alternatives(self.text.ctx.model, self._n_alternatives), row.rank
+        return produced._replace(
+            alternatives=alternatives, rank=rank(produced.token), n_allowed=sampler.n_allowed
+        )
 
     def conclude(self) -> None:
         """Report the round to the draft state, length and statistics, without the context's lock."""

@@ -416,6 +416,12 @@ class Sampler:
         token = self.model.token_id(token)
         return self._grammar_state is None or self._grammar_state.allows(token)
 
+    @property
+    def n_allowed(self) -> int:
+        """How many tokens the grammar allows next; 0 without a grammar."""
+        state = self._grammar_state
+        return 0 if state is None else int.from_bytes(state.mask().tobytes(), "little").bit_count()
+
     def accept(self, token: SupportsIndex) -> None:
         """Update the state with a generated token.
 

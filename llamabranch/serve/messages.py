@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+_EXPECTED = re.compile("Expected `([^`]*)`, got `([^`]*)`")
+_MISSING = re.compile("Object missing required field (`[^`]*`)")
+_KINDS = {  # msgspec's names of JSON's types
+    "str": "a text", "array": "a list", "object": "an object", "int": "a whole number",
+    "float": "a number", "bool": "true or false", "null": "null",
+}  # fmt: skip
 _REFUSED = re.compile("^Invalid (?:enum )?value ('.*')(?= - at `)", re.DOTALL)  # msgspec's words
 
 
@@ -34,11 +40,26 @@ async def json_of(request: Request, kind: type[T]) -> T:
         request.state.fields = fields = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         place = str(error).partition(" - at `$.")[2] or str(error).partition(" field `")[2]
-        message = _REFUSED.sub(r"\1 is not supported", str(error))
-        raise HttpError(400, message, param=place.rstrip("`") or None) from None
+        raise HttpError(400, in_words(error), param=place.rstrip("`") or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from None
     return fields
+
+
+def in_words(error: msgspec.ValidationError) -> str:
+    """Return what is wrong with a field, as a person would say it; ranges are left as they are."""
+    if (message := _REFUSED.sub(r"\1 is not supported", str(error))) != str(error):
+        return message
+    message, _, place = message.partition(" - at `")
+    field = place.removeprefix("key in ").rstrip("`").removeprefix("$").removeprefix(".")
+    if match := _EXPECTED.fullmatch(message):
+        kinds = [_KINDS.get(kind, kind) for kind in match[1].split(" | ")]
+        found = _KINDS.get(match[2], match[2])
+        return f"{f'`{field}`' if field else 'this'} is {found}, not {' or '.join(kinds)}"
+    if message.startswith("Expected `"):  # a range, or a constant
+        message = "must be " + message.removeprefix("Expected ").replace("`", "")
+    message = _MISSING.sub(r"the field \1 is missing", message)
+    return f"`{field}`: {message}" if field else message
 
 
 def reply(

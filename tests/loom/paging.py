@@ -93,7 +93,7 @@ class Paged(Serving):
         folder: where the file is.
         drafter: makes what drafts.
         waits: begin once the model is there; else it is loaded when ``may_load`` is set.
-        model: what writes.
+        model, n_ctx: what writes, and the size of its context.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class Paged(Serving):
         read_only: bool = False,
         waits: bool = True,
         model: Path = TARGET,
+        n_ctx: int = 1024,
     ) -> None:
         self.may_load = threading.Event()
         self.drafter: lb.Drafter | None = None
@@ -117,6 +118,7 @@ class Paged(Serving):
         def open_engine() -> lb.AsyncEngine:
             self.may_load.wait(WAIT_S)
             config = lb.SpeculativeConfig(draft_k=4)
+            own["n_ctx"] = n_ctx
             return bundled_engine(n_seq_max=12, drafter=made, config=config, model=model, **own)
 
         super().__init__(open_engine)
@@ -225,7 +227,7 @@ class Paged(Serving):
         at = 0 if whole else nodes["at"][nodes["id"].index(node)]
         found = self.get("/loom/tokens", node=node, **{"from": at}, **more).json()
         parts = found.pop("parts")
-        for name in ("ids", "lp", "h", "rk", "text", *(("top",) if "top" in more else ())):
+        for name in ("ids", "lp", "h", "rk", "al", "text", *(("top",) if "top" in more else ())):
             found[name] = [value for part in parts for value in part[name]]
         found |= {"at": at, "node": found["nodes"][-1]}
         return found | {"src": "".join(part["src"] for part in parts)}

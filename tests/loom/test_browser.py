@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from browsing import (
     told,
     tree_file,
     typed,
+    violations,
     visiting,
     written,
 )
@@ -68,7 +70,7 @@ def test_first_half_minute(page: Page) -> None:
     current = page.locator("[data-alternative][aria-current]")
     assert current.get_attribute("data-alternative") == word
     page.keyboard.press("v")
-    assert lens_of(page) == "entropy"
+    assert lens_of(page) == "probability"
 
 
 def test_bytes_that_are_no_text_can_be_told_apart(page: Page) -> None:
@@ -116,7 +118,7 @@ def test_session_with_the_keyboard_alone(page: Page) -> None:
     told(page, "#found", "[1-9]")
     for key in ("Enter", "Escape", "?"):
         page.keyboard.press(key)
-    assert page.locator("dialog table.keys tr").count() > 30
+    assert page.locator("dialog .keys dd").count() > 30
     page.keyboard.press("Escape")
     page.locator("#tree:focus").wait_for()  # where the dialog was opened
 
@@ -150,7 +152,11 @@ def chosen(page: Page) -> str:
 
 def test_a_picked_alternative_follows_the_bar(page: Page) -> None:
     shown(page, "Once upon a time there was a little fox who lived")
-    for bar in ({"n": 2, "max_tokens": 5}, {"max_tokens": 9, "choice": [" north", " south"]}):
+    bars: list[Any] = [
+        {"n": 2, "max_tokens": 5},
+        {"max_tokens": 9, "choice": [" north", " south"]},
+    ]
+    for bar in bars:
         do(page, "bar", set={"text": {**bar, "sampling": {"temperature": 0.5}}})
         told(page, "#bar-said", f"{bar['max_tokens']} tokens")
         picked = take(page, 5)
@@ -167,6 +173,193 @@ def test_what_differs_between_batches_only_is_not_shown(page: Page) -> None:
     script = "all => import('/app/dom.js').then(dom => all.map(dom.percent))"
     said = ["4 %", "4 %", "47 %", "10 %", "0.4 %", "< 0.001 %", "> 99 %", "100 %", "100 %"]
     assert page.evaluate(script, numbers) == said
+
+
+def painted(page: Page) -> list[bool]:
+    """Tell which tokens of the text have a colour, hatching or a cue."""
+    return list(page.locator("#text [data-token]").evaluate_all(
+        "all => all.map(each => /\\bb[x\\d]/.test(each.className) || 'cue' in each.dataset)"
+    ))  # fmt: skip
+
+
+def test_a_text_opens_plain_and_numbers_paint_the_words_of_the_model(page: Page) -> None:
+    begin(page)
+    assert lens_of(page) == "plain"
+    assert page.locator("#after :is(.b1, .b2, .b3, .b4, .bx, [data-cue])").count() == 0
+    assert not page.locator("#legend").is_visible() and not any(painted(page))
+    page.locator(".shoot").first.click()
+    idle(page)
+    n = len(tokens(page))
+    assert not any(painted(page))
+    page.locator("#text [data-token]").nth(4).hover()
+    page.locator("#token-pane[data-position='4'] [data-alternative]").nth(9).wait_for()
+    own = page.evaluate(
+        "import('/app/store.js').then(({store}) => store.nodes.get(store.current).at)"
+    )
+    press(page, "v", at="#text")
+    page.reload()  # the browser keeps the lens
+    idle(page)
+    assert lens_of(page) == "probability"
+    assert painted(page) == [False] * own + [True] * (n - own)
+    counts = page.locator("#legend small").all_inner_texts()
+    assert sum(int(count or 0) for count in counts) == n - own
+    words = page.locator("#legend button", has_text="all words")
+    words.click()
+    idle(page)
+    assert all(painted(page)) and words.get_attribute("aria-pressed") == "true"
+    assert violations(page) == []
+    words.click()
+    press(page, "v", "v", "v", at="#text")
+    assert lens_of(page) == "source" and all(painted(page)) and not words.is_visible()
+    shown(page, "A text that the model has no part in")
+    press(page, "V", "V", "V", at="#text")
+    assert lens_of(page) == "probability" and all(painted(page)) and not words.is_visible()
+
+
+def test_endings_are_whole_and_the_word_that_tells_them_apart_is_marked(page: Page) -> None:
+    node = shown(page, "The old king")
+    long = " woke" + " and sang of a day by the sea" * 8
+    ends = [" slept all night.", " slept all day.", long]
+    made = [do(page, "type", node=node, text=text)["node"]["id"] for text in ends]
+    idle(page)
+    show(page, made[0])  # so that there are numbers
+    show(page, node)
+    shoots = page.locator(".shoot")
+    page.wait_for_function("() => document.querySelectorAll('.turning[data-share]').length === 3")
+    assert shoots.evaluate_all("all => all.map(each => each.textContent)") == [
+        text.strip() for text in ends
+    ]
+    turning = [shoots.nth(i).locator(".turning").all_inner_texts() for i in range(3)]
+    assert ["".join(words).strip() for words in turning] == ["night", "day", "woke"]
+    for i, name in enumerate(made):
+        lps = [
+            lp for part in asked(page, f"/loom/tokens?node={name}")["parts"] for lp in part["lp"]
+        ]
+        said = "lp => import('/app/dom.js').then(dom => dom.percent(Math.exp(lp)))"
+        percent = page.evaluate(said, lps[(5, 5, 3)[i]])
+        assert shoots.nth(i).locator("[data-share]").get_attribute("data-share") == percent
+    shoots.nth(2).click()
+    idle(page)
+    assert chosen(page) == made[2]
+
+
+def test_two_branches_side_by_side(page: Page) -> None:
+    node = shown(page, "The old king")
+    ends = [" slept all night.", " slept all day.", " woke"]
+    made = [do(page, "type", node=node, text=text)["node"]["id"] for text in ends]
+    idle(page)
+    show(page, made[0])
+    press(page, "d", at="#text")
+    sides = page.locator("#pair > [role=group]")
+    columns = page.locator("#pair .column")
+
+    def texts() -> list[str]:
+        page.wait_for_function("document.querySelectorAll('#pair .column .t').length > 1")
+        found: list[str] = columns.evaluate_all("all => all.map(each => each.textContent)")
+        return found
+
+    def shared() -> str:
+        return "".join(page.locator("#text > :not(#pair) .t").all_inner_texts())
+
+    assert (shared(), texts()) == ("The old king slept all", [" night.", " day."])
+    for i, word in enumerate(("night", "day")):
+        line = sides.nth(i).locator(".parting").inner_text()
+        columns.nth(i).locator("[data-token]").first.hover()  # the inspector has the same number
+        told(page, "#token h2", word)
+        told(page, "#token .numbers", "probability" + line.removeprefix(f"{word} "))
+    figures = sides.nth(1).locator(".figures").inner_text()
+    assert re.fullmatch(r"2 tokens, on average .* % a token, all together .*", figures)
+    assert violations(page) == []
+    for width, is_below in ((1280, False), (390, True)):
+        page.set_viewport_size({"width": width, "height": 844})
+        idle(page)
+        places: list[Any] = [sides.nth(i).bounding_box() for i in range(2)]
+        assert (places[1]["y"] > places[0]["y"]) == is_below
+        assert page.locator("#tree-pane").is_hidden() == is_below  # one pane at a time
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.set_viewport_size({"width": 1280, "height": 720})
+    # The tree changes the first branch, the list the other one.
+    page.locator("#beside select").select_option(made[2])
+    idle(page)
+    assert (shared(), texts()) == ("The old king", [" slept all night.", " woke"])
+    show(page, made[1])
+    assert (shared(), texts()) == ("The old king", [" slept all day.", " woke"])
+    columns.nth(1).locator("[data-token]").first.hover()
+    page.locator("[data-alternative]:not([aria-current])").first.click()
+    idle(page)
+    assert chosen(page) not in made and texts()[1] == " woke"  # it forks where the mouse was
+    copied = page.evaluate("""() => {
+        getSelection().selectAllChildren(document.querySelector("#other .column"));
+        const event = new ClipboardEvent("copy", {clipboardData: new DataTransfer()});
+        document.dispatchEvent(event);
+        return event.clipboardData.getData("text/plain"); }""")
+    assert copied == " woke"
+    press(page, "Escape", at="#text")
+    assert page.locator("#pair").count() == 0 and page.locator("#beside").is_hidden()
+    press(page, "d", at="#text")
+    columns.nth(1).locator("[data-token]").last.click()
+    idle(page)
+    assert page.locator("#pair").count() == 0 and chosen_token(page) == len(tokens(page)) - 1
+
+
+def test_the_inspector_says_what_a_grammar_left_and_what_else_acted(page: Page) -> None:
+    node = shown(page, "Her name was")
+    settings = {"choice": ["~"], "max_tokens": 7, "memory": "A tale of the sea.", "stop": ["!"]}
+    made = do(page, "continue", node=node, n=1, **settings)["nodes"][0]["id"]
+    show(page, made)
+    last = page.locator("#text [data-token]").last
+    assert last.inner_text() == "~"
+    last.hover()
+    told(page, "#token .rule", r"^The list of texts left 1 choice; the model wanted .+ \d+ %\.$")
+    wanted = page.locator("#token .rule b").inner_text()
+    assert wanted == page.locator("[data-alternative] .word").first.inner_text()
+    told(page, "#token .facts", "limit: 7 tokens.*stop at “!”.*one of 1 texts.*A tale of the sea")
+    details = page.locator("#token details")
+    details.locator("summary").click()
+    told(page, "#token details", r"exactp \d[-.\de]+, ln p -\d.*texts~")
+    page.locator("#text [data-token]").first.hover()
+    page.locator("#token-pane[data-position='0']").wait_for()
+    assert details.evaluate("each => each.open") and page.locator("#token .rule").count() == 0
+    page.locator("#lenses input[value=source]").check(force=True)
+    idle(page)
+    assert last.get_attribute("data-cue") == "f"
+    assert page.locator("#legend .b3 small").inner_text() == "1"
+
+
+def test_drafts_are_told_in_plain_words_and_in_full_on_demand(page: Page) -> None:
+    written(page)
+    told(page, "#live-line", r"^drafted ahead: \d+ of \d+ tokens fitted")
+    page.evaluate("""() => import("/app/store.js").then(async ({store}) => {
+        store.doc.model.draft = "suffix";
+        (await import("/app/dom.js")).redraw(["live"]); })""")
+    told(page, "#live-line", r"^copied ahead: \d+ of \d+ tokens fitted")
+    assert page.locator("#live-body").is_hidden()
+    page.locator("#fold").click()
+    told(
+        page, "#live-body", r"tokens copied ahead: \d+ fitted, \d+ did not, \d+ were not looked at"
+    )
+    assert page.locator(".round .judged").count() > 3
+    assert violations(page) == []
+
+
+def test_watching_draws_four_frames_a_second_if_the_model_needs_all_cores(page: Page) -> None:
+    gaps, at_once = page.evaluate("""async () => {
+        const {pace, paints, redraw} = await import("/app/dom.js");
+        const {store} = await import("/app/store.js");
+        const frame = () => new Promise(requestAnimationFrame), times = [];
+        store.doc.model.leaves_cores = false;
+        redraw(["state"]);
+        await frame(), await frame();
+        paints("probe", () => times.push(performance.now()));
+        while (times.length < 5) { // as tokens come
+            redraw(["probe"], true);
+            await frame();
+        }
+        const gaps = times.slice(1).map((time, i) => time - times[i]), n = times.length;
+        redraw(["probe"]); // as after a key
+        await frame(), await frame();
+        return [gaps, times.length - n]; }""")
+    assert min(gaps) > 245 and at_once == 1, gaps
 
 
 def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
@@ -325,6 +518,36 @@ def test_two_tabs_show_the_same_and_what_is_typed_outlives_the_server(
             assert page.locator("[role=treeitem]").count() > 0
 
 
+@pytest.mark.parametrize("memory", ["", "A tale of the sea and of a king."])
+def test_what_the_model_no_longer_sees_is_dimmed(
+    chromium: Browser, tmp_path: Path, memory: str
+) -> None:
+    small = ("--n-ctx", "256", "--draft", "none", "--threads", "1")
+    with Opened(tmp_path, *small) as served, visiting(chromium, served) as page:
+        text = "The king went to the sea and sang a song. " * 60
+        node = shown(page, text)
+        assert page.locator(".gone, [data-below]").count() == 0
+        bar: dict[str, object] = {"n": 1, "max_tokens": 5, "memory": memory}
+        do(page, "bar", set={"text": bar})
+        press(page, "g", at="#text")
+        made = chosen(page)
+        window = asked(page, f"/loom/tokens?node={made}")["nodes"][-1]["window"]
+        assert made != node and window["from"] > window["head"]
+        line = page.locator("[data-below]").get_attribute("data-below") or ""
+        assert line.startswith("The model no longer sees what is above")
+        assert (f"(memory: {window['memory']} tokens stay)" in line) == bool(memory)
+        told(page, "#lens-line", r"^The model sees the text from the line on: \d+ tokens")
+        press(page, "Home", at="#text")
+        whole = asked(page, f"/loom/tokens?node={made}&n={window['from']}")["parts"]
+        words = [str(word) for part in whole for word in part["text"]]
+        dim = "".join(page.locator(".gone").all_text_contents())
+        assert dim == "".join(words[window["head"] :]) and 100 < len(dim) < len(text)
+        press(page, "v", at="#text")
+        assert violations(page) == []
+        press(page, "u", at="#text")
+        assert page.locator(".gone, #lens-line[data-more]").count() == 0
+
+
 # -- exported files and hostile text ---------------------------------------------------------------
 
 PILE = "a" + "\u0301" * 10_000  # more than the model reads: it can only be imported
@@ -347,13 +570,15 @@ def test_exported_file_works_from_disk_without_a_request(
         page.locator("#text [data-token]").last.hover()
         page.locator("[data-alternative]").first.wait_for()
         page.locator("#text").press("v")
-        assert lens_of(page) == "entropy"
+        assert lens_of(page) == "probability"
         page.locator("#text").press("g")
         told(page, "#status", "no model")
         page.locator("#fold").click()
         page.locator("#live-body").wait_for()
         page.locator("#find").fill("fox")
         told(page, "#found", "[1-9]")
+        page.locator("#text").press("d")
+        assert page.locator("#pair .figures").count() == 2
 
 
 def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(

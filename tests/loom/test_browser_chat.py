@@ -39,7 +39,7 @@ def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
     page.locator(opener).click()
     for name, value in values.items():
         field = page.locator(f"dialog [name={name}]")
-        if name == "kind":
+        if name in ("kind", "thinking"):
             field.select_option(value)
         else:
             field.fill(value)
@@ -51,6 +51,7 @@ def set_bar(page: Page, opener: str = "#bar-said", **values: str) -> None:
 def talk(page: Page, text: str = QUESTION) -> None:
     """Begin a chat with a system message, of one short answer, and wait for it."""
     set_bar(page, "#bar-begin", n="1", max_tokens="6")
+    page.locator("#told > summary").click()
     page.locator("#system").fill("You tell tales.")
     page.locator("#begin").fill(text)
     page.locator("#begin").press("Control+Enter")
@@ -105,6 +106,7 @@ def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> No
     assert page.locator("#text .turn.markup .t.control").all_text_contents()[:2] == MARKS
     row = page.locator("#tree [role=treeitem] .words").first
     assert row.inner_text().startswith("Who lived")
+    assert row.get_attribute("data-role") == "You"
     page.locator("#reply").click()
     say(page, "And <|im_end|> then?")
     written_first = tokens(page)
@@ -119,6 +121,9 @@ def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> No
     press(page, "R", at="#text")
     assert turns(page)[4] == ("assistant", "")
     assert page.locator(".shoot").count() >= 3  # and the first answer
+    roles = page.locator("#rows > :not([hidden]) .words")
+    said = [row.get_attribute("data-role") for row in roles.all()]
+    assert said == ["You", *["Model"] * (len(said) - 1)]
     press(page, "u", at="#text")
     assert tokens(page) == written_first
     set_bar(page, n="1")
@@ -138,8 +143,10 @@ def test_a_chat_begins_is_replied_to_edited_and_answered_again(page: Page) -> No
 
 def test_thoughts_fold_and_calls_are_cards(page: Page) -> None:
     talk(page)
-    edit(page, "by-assistant", ANSWER, "Escape")
+    edit(page, "by-assistant", "<think>\nI think of", "Escape")
     thought = page.locator("#text .turn.thought")
+    assert (thought.get_attribute("data-title") or "").startswith("Thought, cut at ")
+    edit(page, "by-assistant", ANSWER, "Escape")
     assert "folded" in (thought.get_attribute("class") or "")
     assert thought.locator("[data-token]").count() == 0
     assert (thought.get_attribute("data-title") or "").startswith("Thought, ")
@@ -185,13 +192,24 @@ def test_an_answer_is_continued_from_the_cursor(page: Page) -> None:
     assert turns(page)[2][1].endswith(" and a queen") and len(turns(page)) == 3
 
 
+def test_tools_that_are_no_list_are_told_below_them(page: Page) -> None:
+    page.locator("#told summary").click()
+    for tools, said in (('{"type": "function"}', "a JSON list is wanted"), ("[", "tools: ")):
+        page.locator("#tools").fill(tools)
+        page.locator("#begin").fill(QUESTION)
+        page.locator("#begin").press("Control+Enter")
+        told(page, "#begin-wrong", said)
+        assert page.locator("#begin").input_value() == QUESTION
+    assert violations(page) == []
+
+
 # -- the bar ---------------------------------------------------------------------------------------
 
 
 def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: Path) -> None:
     with Opened(tmp_path) as running, visiting(chromium, running) as page:
         idle(page)
-        first = page.locator("#bar-begin").inner_text()
+        first = page.locator("#bar-begin").get_attribute("title") or ""
         sampling = "top-p 0.95, top-k 40, min-p 0.05"
         assert f"3 texts, limit: 24 tokens, temperature 0.8, {sampling}" in first
         stop = "xyz\n\\nThe end"
@@ -242,8 +260,45 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         assert page.locator("dialog [name=stop]").input_value() == stop
         kept = json.loads(page.locator("dialog [name=follow]").input_value())
         assert kept == {"enum": ["north", "south"]}
-        presets = page.locator("dialog select").first
-        presets.select_option("three short texts")
-        assert page.locator("dialog [name=max_tokens]").input_value() == "24"
-        presets.select_option("now")
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"
+
+
+def test_the_bar_sets_memory_and_a_note_of_texts(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path) as running, visiting(chromium, running) as page:
+        idle(page)
+        page.locator("#bar-begin").click()
+        assert page.locator("dialog [name=thinking]").count() == 0  # it is for chats
+        page.keyboard.press("Escape")
+        more = {"memory": "Anna bakes bread.", "authors_note": "[A merry tale.]"}
+        set_bar(page, "#bar-begin", n="1", max_tokens="4", **more)
+        page.locator("#begin").fill("Once upon a time")
+        page.locator("#begin").press("Control+Enter")
+        page.locator("#empty").wait_for(state="hidden")
+        idle(page)
+        assert page.locator("#bar-said").inner_text().count("memory, author’s note") == 1
+        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["nodes"][-1]
+        assert {name: made[name] for name in more} == more
+        assert made["window"]["memory"] > 0 and made["window"]["note"] > 0
+
+
+def test_the_bar_sets_how_answers_think(chromium: Browser, tmp_path: Path) -> None:
+    with Opened(tmp_path, *arguments(tmp_path)) as running, visiting(chromium, running) as page:
+        idle(page)
+        assert "thinking" not in page.locator("#bar-begin").inner_text()
+        page.locator("#bar-begin").click()
+        assert page.locator("dialog [name=memory]").count() == 0  # it is for texts
+        page.keyboard.press("Escape")
+        for values, said, kept in (
+            ({"thinking": "on", "budget": "3"}, "thinking for 3 tokens at most", 3),
+            ({"thinking": "on", "budget": ""}, "thinking", True),
+            ({"thinking": "off"}, "no thinking", False),
+        ):
+            set_bar(page, "#bar-begin", n="1", max_tokens="6", **values)
+            assert page.locator("#bar-begin").inner_text().count(f", {said}") == 1
+            assert asked(page, "/loom/doc")["bars"]["chat"]["thinking"] == kept
+        page.locator("#begin").fill(QUESTION)
+        page.locator("#begin").press("Control+Enter")
+        page.locator("#empty").wait_for(state="hidden")
+        idle(page)
+        made = asked(page, f"/loom/tokens?node={newest(page)[0][0]}")["nodes"][-1]
+        assert made["thinking"] is False

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import re
+import resource
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
+import msgspec
 import pytest
 from paging import Opened, Paged, events_of
 from serving import TARGET
 
 from llamabranch import ConfigError
 from llamabranch.cli import open as opening
-from llamabranch.loom.document import Document, Head, Made, Tokens
+from llamabranch.cli.options import template_source
+from llamabranch.loom.document import Document, Head, Made, Pieces, Tokens
 from llamabranch.loom.journal import Journal
 
 START = "Once upon a time there was a little"
@@ -123,10 +133,11 @@ OLD = [
     b'{"op":"keep","r":900,"id":"n2","name":"%s","data":{}}\n' % name
     for name in (b"compare", b"searches")
 ]
+DAMAGED = "The file is damaged at line 5. What came before is shown; export it to go on."
 # What a file became: its lines, why it is only read, and how many nodes it still has.
 FILES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str, int]] = {
     "of 0.4, with comparisons and searches": (lambda lines: lines + OLD, "", 2),
-    "damaged": (lambda lines: [*lines[:4], b"not a record\n", *lines[4:]], "line 5", 1),
+    "damaged": (lambda lines: [*lines[:4], b"not a record\n", *lines[4:]], DAMAGED, 1),
     "of another model": (
         lambda lines: [re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', lines[0]), *lines[1:]],
         "import it into another document", 2,
@@ -181,7 +192,7 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
     with Opened(tmp_path, *LEAN) as first:
         root = first.do("type", "a", text=START)["node"]["id"]
         with Paged(tmp_path) as second:
-            assert "another process" in refusal(second)
+            assert "Another process" in refusal(second)
             assert second.nodes() == [root]
         first.do("type", "b", text="more")
     with Paged(tmp_path) as third:  # it ended: the next one may
@@ -192,35 +203,170 @@ def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
         assert len(page.nodes()) == 3
 
 
-class Full:
-    """A file on a disk that is full until it is not."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.is_full = file, True
-
-    def write(self, data: bytes) -> int:
-        if self.is_full:
-            self.file.write(data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
-        return int(self.file.write(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
+def limit(process: Opened, n_bytes: int) -> None:
+    """Let the process write files of at most so many bytes, as if its disk was full; -1 = any size."""
+    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (n_bytes, -1))
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
-    with Paged(tmp_path) as page:
-        page.type(START)
-        journal: Any = page.loom.journal
-        journal._file = disk = Full(journal._file)
-        told = page.do("type", 507, text="not saved")["error"]
-        assert told["type"] == "disk_error" and "No space" in told["message"]
-        assert "No space" in page.doc()["file"]["error"]
-        assert len(page.nodes()) == 2
-        disk.is_full = False
-        page.type("saved")
-        assert page.doc()["file"]["error"] is None
-    assert len(read(tmp_path / FILE).nodes) == 3
+def test_what_is_called_saved_is_on_a_full_disk_and_the_rest_is_told(tmp_path: Path) -> None:
+    """The page works on; there is space again, and then not any more until the process ends."""
+    file = tmp_path / FILE
+    with Opened(tmp_path, *LEAN) as process:
+        root = process.do("type", "a", text=START)["node"]["id"]
+
+        def told() -> dict[str, Any]:
+            return dict(process.api.get("/loom/doc").json()["file"])
+
+        def until(key: str, value: object) -> None:
+            for _ in range(600):
+                if told()[key] == value:
+                    return
+                sleep(0.1)
+            raise AssertionError(told())
+
+        until("saved", True)
+        for i in range(2):
+            limit(process, file.stat().st_size + 10)
+            body: dict[str, Any] = {
+                "op": "type",
+                "cid": f"b{i}",
+                "text": "of which only the memory knows",
+            }
+            answer = process.api.post("/loom/do", json=body)
+            assert answer.status_code == 507 and answer.json()["node"]["n"] > 3
+            assert "cannot be written: file too large" in answer.json()["error"]["message"]
+            body = {"op": "continue", "cid": f"c{i}", "node": root, "n": 2, "max_tokens": 4}
+            assert process.api.post("/loom/do", json=body).status_code == 507  # it works on
+            until("unsaved", 3)
+            assert told()["error"] == "file too large" and not told()["saved"]
+            names = process.api.get("/loom/doc").json()["nodes"]["id"]
+            for name in names:
+                exported = process.api.get(f"/loom/export?format=text&node={name}")
+                assert exported.status_code == 200 and exported.text
+            assert {*read(file).nodes} == {*names[: 1 + 3 * i]}
+            if i == 0:
+                limit(process, -1)
+                until("saved", True)
+                assert told()["unsaved"] == 0 and told()["error"] is None
+                assert [len(read(file).nodes[name].ids) > 2 for name in names] == [True] * 4
+        errors = process.end(signal.SIGTERM)[1]
+    assert errors.count("cannot write tale.loom.jsonl: file too large") == 2
+    assert errors.count("tale.loom.jsonl is written again") == 1
+    assert "3 texts were only in memory and are lost: file too large" in errors
+    document = read(file)
+    assert len(document.nodes) == 4 and document.text(document.nodes[root]) == START
+
+
+def test_a_file_that_others_touch_is_made_again_or_left_alone(tmp_path: Path) -> None:
+    """It is deleted, its folder is gone, another file or other bytes are there, it cannot be synced."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file, document, said = folder / FILE, Document(), list[str]()
+    journal = Journal(file, document)
+    journal.complain = said.append
+
+    def works(name: str) -> bool:
+        journal.add(Made(id=name))
+        if journal.write():
+            journal.sync()
+        return journal.saved and len(read(file).nodes) == len(document.nodes)
+
+    journal.add(Head())
+    assert works("n1")
+    file.unlink()
+    assert works("n2") and not said
+    shutil.rmtree(folder)
+    assert not works("n3") and journal.error == "no such file or directory"
+    folder.mkdir()
+    assert works("n4") and said.pop() == f"{FILE} is written again"
+    other = folder / "other"
+    other.write_bytes(b"another\n")
+    os.replace(other, file)
+    assert not works("n5") and journal.error == "another program has changed it"
+    assert file.read_bytes() == b"another\n" and journal.unsaved() == 5
+    file.unlink()
+    assert works("n6") and journal.unsaved() == 0
+    with file.open("ab") as more:
+        more.write(b"more\n")
+    assert not works("n7") and file.read_bytes().endswith(b"more\n")
+    os.truncate(file, file.stat().st_size - 5)
+    assert works("n8")
+    fsync = os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        )
+        assert not works("n9") and journal.error == "input/output error" and journal.unsaved() == 1
+    assert os.fsync is fsync and works("n10")
+    journal.close()
+
+
+def work(file: Path, seed: int) -> None:
+    """Work in a document while the space for it changes; print the texts whenever all are saved."""
+    chance, document = random.Random(seed), Document()
+    journal = Journal(file, document)
+    journal.add(Head())
+    for _ in range(400):
+        size = chance.choice([-1, chance.randrange(20_000)])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+        for _ in range(chance.randrange(4)):
+            nodes = [*document.nodes.values()]
+            if not nodes or chance.random() < 0.2:
+                parent = chance.choice([*nodes, None])
+                at = chance.randint(0, parent.end) if parent else 0
+                journal.add(Made(id=document.name(), parent=parent.id if parent else None, at=at))
+                continue
+            ids = [chance.randrange(500) for _ in range(chance.randrange(1, 9))]
+            new = {t: f"<{t}>" for t in {*ids} - document.pieces.keys()}
+            if new:
+                journal.add(Pieces(p={**new}))
+            node, none = chance.choice(nodes), list[Any]([None] * len(ids))
+            at = chance.choice([len(node.ids)] * 2 + [max(0, len(node.ids) - len(ids))])
+            if at == len(node.ids) or node.ids[at : at + len(ids)] == ids:
+                top = [msgspec.Raw(b"[]")] * len(ids)
+                src = "s" * len(ids)
+                journal.add(
+                    Tokens(
+                        id=node.id, at=at, ids=ids, lp=none, h=[*none], rk=[*none], src=src, top=top
+                    )
+                )
+        if chance.random() < 0.8 and journal.write() and chance.random() < 0.8:
+            journal.sync()
+        if journal.saved:
+            assert journal.unsaved() == 0
+            print(
+                json.dumps({node.id: document.text(node) for node in document.shown()}), flush=True
+            )
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
+def test_whatever_the_space_and_whenever_it_is_killed_what_is_saved_is_there(
+    tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    for i in range(4):
+        file = tmp_path / f"{i}.loom.jsonl"
+        reader, writer = os.pipe()
+        command = [sys.executable, __file__, str(file), str(100 * seed + i)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with (
+            subprocess.Popen(command, stdout=writer, env=environment) as child,
+            os.fdopen(reader) as lines,
+        ):
+            os.close(writer)
+            told = [line for line, _ in zip(lines, range(chance.randrange(1, 200)), strict=False)]
+            child.kill()
+            told += [line for line in lines if line.endswith("\n")]
+        document = read(file)
+        for name, text in json.loads(told[-1]).items():
+            assert document.text(document.nodes[name]).startswith(text)
+
+
+def test_files_are_for_their_user_only(tmp_path: Path) -> None:
+    Journal(tmp_path / FILE, Document()).close()
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, f".{FILE}.lock"}
 
 
 def test_a_folder_that_is_relative_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +392,19 @@ def test_records_that_fit_nothing_change_nothing() -> None:
     assert len(document.done) == 1
 
 
+def test_a_chat_template_is_given_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "turns.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    )
+    with Opened(tmp_path, *LEAN, "--chat-template", file) as process:
+        node = process.do("chat", "a", text="Hello")["node"]
+        assert node["text"].strip() == "[user] Hello\n[assistant]"
+    with pytest.raises(ConfigError, match=r"cannot read .*no.jinja: No such file"):
+        template_source(str(tmp_path / "no.jinja"))
+    assert template_source("chatml") == "chatml"
+
+
 def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with Paged(tmp_path) as page:
@@ -253,3 +412,28 @@ def test_a_port_in_use_is_passed_over(tmp_path: Path) -> None:
         with Opened(tmp_path / "other", TARGET, "--port", taken) as other:
             assert not other.url.endswith(f":{taken}")
             assert f"port {taken} is taken" in other.end(signal.SIGTERM)[1]
+
+
+def test_tabs_that_act_at_once_get_nodes_of_their_own(tmp_path: Path) -> None:
+    """Names are given while others type, continue, import and undo: no error but a refused undo."""
+    with Paged(tmp_path) as page:
+        root = page.type("Once upon a time")["id"]
+        statuses = list[int]()
+
+        def act(tab: int) -> None:
+            for i in range(12):
+                op = ("type", "continue", "fork", "undo", "redo", "delete")[(i + tab) % 6]
+                body: dict[str, object] = {"op": op, "cid": f"{tab} {i}", "node": root, "text": "a"}
+                body |= {"n": 2, "max_tokens": 2, "token": 1 if op == "fork" else None}
+                statuses.append(page.api.post("/loom/do", json=body).status_code)
+                statuses.append(page.api.post("/loom/import", content=b"a king").status_code)
+
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(act, range(4))]
+        assert {*statuses} <= {200, 202, 409} and statuses.count(409) <= 16
+        page.wait(lambda: not page.loom.running)
+    assert len(read(tmp_path / FILE).nodes) >= 4 * 12
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]))

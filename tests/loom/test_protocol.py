@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from paging import Paged, drafted
 from serving import TARGET
 
 import llamabranch as lb
+from llamabranch.loom import live
 
 START = "Once upon a time there was a little"
 
@@ -56,6 +60,33 @@ def test_typed_text_has_the_numbers_of_the_api(page: Paged, root: Any) -> None:
     assert told["rk"] == [score.rank for score in scores]
 
 
+def test_the_example_is_no_part_of_the_document_until_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Paged(tmp_path) as page:
+        monkeypatch.setattr("llamabranch.loom.loom._TOKENS", 10_000)  # until it is stopped
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(page.api.get, "/loom/example")
+            while page.server.service is None or not page.server.service.n_texts:
+                assert not asked.done()
+            root = page.type(START)  # goes first
+            assert asked.result().status_code == 503
+        monkeypatch.undo()
+        sentence, *endings = page.get("/loom/example").json()["parts"]
+        assert page.nodes() == [root["id"]]
+        assert len(endings) == 3 and {end["at"] for end in endings} == {len(sentence["ids"]) - 2}
+        assert page.get("/loom/example").json()["parts"] == [sentence, *endings]
+        nodes = page.do("example")["nodes"]
+        for node, part in zip(nodes, (sentence, *endings), strict=True):
+            assert columns(page.tokens(node["id"])) == columns(part)
+        assert [node["reason"] for node in nodes] == [None, *["length"] * 3]
+        page.do("undo")
+        assert page.nodes() == [root["id"]]
+        again = page.do("example")["nodes"]
+        assert not {node["id"] for node in nodes} & {node["id"] for node in again}
+        assert page.nodes() == [node["id"] for node in (root, *again)]
+
+
 def test_continuations_are_those_of_the_engine_and_of_the_events(page: Paged, root: Any) -> None:
     made = page.grow(root["id"], 2, max_tokens=12, seed="77")
     first, second = (page.tokens(node["id"], top=1) for node in made)
@@ -88,7 +119,7 @@ def test_jobs_tell_how_much_of_a_long_text_is_read(page: Paged) -> None:
     n = len(page.loom.service.model.prompt_tokens(text))
     typed = page.done("type", text=text)
     told = [each["message"] for each in page.of("job", id=typed["job"]) if each["message"]]
-    assert told[0] == f"reading 0 of {n} tokens" and len(told) > 1
+    assert {each.partition(" of ")[2] for each in told} == {f"{n:,} tokens"} and len(told) > 1
     assert page.finish(typed["job"])["message"] is None
 
 
@@ -294,3 +325,213 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
         assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
     with Paged(tmp_path) as page:
         assert page.doc()["bars"] == {"text": told, "chat": {"n": 1}}
+
+
+def test_a_grammar_tells_how_many_tokens_it_allowed(page: Paged, root: Any) -> None:
+    name = {"name": {"enum": ["Anna", "Annabel"]}}
+    schema = {"type": "object", "properties": name, "required": ["name"]}
+    made = page.grow(root["id"], json_schema=schema, max_tokens=30, seed="3")
+    told = page.tokens(made["id"], top=1)
+    assert told["node"]["reason"] == "stop" and min(told["al"]) == 1 < max(told["al"])
+    for allowed, src in zip(told["al"], told["src"], strict=True):
+        assert (src == "f") == (allowed == 1)
+    heard = [n for event in page.of("tokens", node=made["id"]) for n in event["al"]]
+    assert heard == told["al"]
+    assert told["top"][0][0][0] != told["ids"][0]  # the model wanted no object here
+    assert {*page.tokens(page.grow(root["id"])["id"])["al"]} == {None}
+
+
+NAME = {"name": {"enum": ["Anna", "Bert"]}}
+ANNA = {"type": "object", "properties": NAME, "required": ["name"]}
+
+
+def test_a_pick_follows_the_bar_and_belongs_to_the_text_under_its_grammar(page: Paged) -> None:
+    root = page.type("Her name:")
+    bar: dict[str, Any] = {"json_schema": ANNA, "max_tokens": 30, "seed": "3"}
+    made = page.grow(root["id"], **bar)
+    told = page.tokens(made["id"], top=1)
+    place = max(range(len(told["al"])), key=lambda i: told["al"][i])  # where there was a choice
+    before = page.nodes()
+    # What the model wanted there, and the schema does not allow.
+    wanted = next(t for t, _, _ in told["top"][0] if t != told["ids"][0])
+    refused = page.do("fork", 400, node=made["id"], at=made["at"], token=wanted, **bar)
+    message = refused["error"]["message"]
+    assert message.startswith("the schema does not allow `") and message.endswith("` here")
+    assert page.nodes() == before
+    # Another name, inside the stretch: the rest of the object is written.
+    service = page.loom.service
+    names = [service.model.tokenize(name, add_special=False)[0] for name in ("Bert", "Anna")]
+    token = next(token for token in names if token != told["ids"][place])
+    fork = page.done("fork", node=made["id"], at=made["at"] + place, token=token, **bar)["nodes"][0]
+    text = page.text(fork["id"]).removeprefix("Her name:")
+    assert text in ('{"name": "Bert"}', '{"name": "Anna"}') and fork["json_schema"] == ANNA
+    assert page.tokens(fork["id"])["al"][0] == told["al"][place]
+    # Continue from the middle: the same object goes on. After its end a new one begins.
+    text = page.text(page.grow(made["id"], at=made["at"] + place, **bar)["id"])
+    assert text.removeprefix("Her name:") in ('{"name": "Bert"}', '{"name": "Anna"}')
+    again = page.text(page.grow(made["id"], **bar)["id"])
+    assert again.count("{") == 2 and again.endswith("}")
+    # Limit, temperature and where to stop.
+    free = page.done(
+        "fork", node=root["id"], token=wanted, max_tokens=5, sampling={"temperature": 0}
+    )
+    (node,) = free["nodes"]
+    told = page.tokens(node["id"])
+    assert len(told["ids"]) == 6 and {*told["rk"][1:]} == {1}
+    stop = told["text"][3]
+    short = page.done(
+        "fork",
+        node=root["id"],
+        token=wanted,
+        max_tokens=5,
+        sampling={"temperature": 0},
+        stop=[stop],
+    )["nodes"][0]
+    assert page.tokens(short["id"])["node"]["reason"] == "stop"
+
+
+def test_a_wrong_field_is_named_first(page: Paged, root: Any) -> None:
+    for fields, message in (
+        ({"tools": {}}, "`tools` is an object, not a list"),
+        ({"tools": ["find"]}, "`tools[0]` is a text, not an object"),
+        ({"n": 0}, "`n`: must be int >= 1"),
+    ):
+        refused = page.do("chat", 400, node=root["id"], **fields)["error"]
+        assert refused["message"] == message and refused["param"].startswith(next(iter(fields)))
+
+
+def test_an_edit_keeps_the_sources_of_what_follows_it(page: Paged, root: Any) -> None:
+    made = page.grow(root["id"], max_tokens=24, seed="9")
+    told = page.tokens(made["id"])
+    whole = page.text(made["id"]).removeprefix(START)
+    at = len("".join(told["text"][:8]))
+    text = f"{whole[:at]} fox and{whole[at:]}"
+    edited = page.done("type", node=made["id"], at=root["n"], edit=True, text=text)
+    new = page.tokens(edited["node"]["id"])
+    assert new["text"][-16:] == told["text"][-16:] and new["src"][-15:] == told["src"][-15:]
+    assert new["src"][0] == "t" and "t" not in new["src"][-15:]
+    assert None not in new["lp"]  # they were scored again
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paged]:
+    """A page whose context has 256 tokens."""
+    with Paged(tmp_path_factory.mktemp("small"), n_ctx=256, drafter=drafted) as running:
+        yield running
+
+
+def test_a_text_longer_than_the_context_is_scored_and_continued(small: Paged) -> None:
+    page, n_ctx = small, 256
+    told = " ".join(f"A king had {i} sons and they lived in the wood." for i in range(120))
+    root = page.type(told)
+    assert root["n"] > 4 * n_ctx
+    tokens = page.tokens(root["id"], top=1)
+    assert None not in tokens["lp"][1:] and None not in tokens["rk"][1:]
+    # At the beginning of the text they are those of the whole text.
+    start = page.type(told[:300])
+    n = start["n"] - 3
+    assert page.tokens(start["id"])["lp"][:n] == tokens["lp"][:n]
+    nodes = [page.grow(root["id"], max_tokens=40, seed="5")]
+    for _ in range(3):
+        nodes.append(page.grow(nodes[-1]["id"], max_tokens=40, seed="5"))
+    for node in nodes:
+        made = page.tokens(node["id"])["node"]
+        assert made["n"] == 40 and made["reason"] == "length"
+        assert n_ctx // 2 < node["at"] - made["window"]["from"] <= n_ctx - 40
+    starts = [page.tokens(node["id"])["node"]["window"]["from"] for node in nodes]
+    assert sorted(starts) == starts and len({*starts}) < len(starts)
+    assert any(page.tokens(node["id"])["node"]["read"] < 3 for node in nodes[1:])  # nothing twice
+    # Rounds are told at the positions of the text.
+    told = page.tokens(nodes[0]["id"])
+    place = {told["at"] + i: token for i, token in enumerate(told["ids"])}
+    assert told["rounds"]
+    for each in told["rounds"]:
+        for i, (token, *_) in enumerate(each["draft"][: each["accepted"]]):
+            assert place.get(each["at"] + i, token) == token
+        assert told["at"] <= each["at"] <= told["at"] + 40
+    # The window begins with a sentence, and says what the model got.
+    ids = page.tokens(nodes[0]["id"], whole=True)["ids"]
+    assert page.loom.document.bytes_of([ids[starts[0] - 1]]).strip() == b"."
+    first = ids[: nodes[0]["at"]]
+    body = {
+        "prompt": first[starts[0] :], "max_tokens": 40, "seed": 5, "logprobs": 1,
+    }  # fmt: skip
+    (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"]["tokens"] == page.tokens(nodes[0]["id"])["text"]
+    assert len(page.get("/loom/next", node=nodes[-1]["id"]).json()["top"]) == 10
+
+
+def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) -> None:
+    page, n_ctx = small, 256
+    root = page.type("The king went out.\n" * 60)
+    bar: dict[str, Any] = {
+        "memory": "The king is called Fritz.",
+        "authors_note": "It rains.",
+        "max_tokens": 16,
+    }
+    node = page.grow(root["id"], **bar, seed="6")
+    told = page.tokens(node["id"])["node"]
+    assert (told["memory"], told["authors_note"]) == (bar["memory"], bar["authors_note"])
+    window, model = told["window"], page.loom.service.model
+    memory, note = (
+        model.tokenize(f"{bar[name]}\n", add_special=False) for name in ("memory", "authors_note")
+    )
+    assert (window["memory"], window["note"]) == (len(memory), len(note))
+    ids = page.tokens(node["id"], whole=True)["ids"][: node["at"]]
+    at = window["note_at"]
+    assert 80 < len(ids) - at < 200 and page.loom.document.bytes_of([ids[at - 1]]) == b"\n"
+    prompt = [*memory, *ids[window["from"] : at], *note, *ids[at:]]
+    assert len(prompt) <= n_ctx - 16
+    body = {"prompt": prompt, "max_tokens": 16, "seed": 6, "logprobs": 1}
+    (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"]["tokens"] == page.tokens(node["id"])["text"]
+    assert page.text(node["id"]).startswith("The king went out.\nThe king")
+    short = page.grow(page.type("A fox")["id"], **bar)
+    assert page.tokens(short["id"])["node"]["window"]["from"] == 0
+    none = page.grow(page.type("A fox")["id"], memory="", authors_note=" ")
+    assert page.tokens(none["id"])["node"]["window"] is None
+    for name in ("memory", "authors_note"):
+        refused = page.do("continue", 400, node=root["id"], **{name: "far too long " * 99})["error"]
+        assert refused["param"] == name and "of the context" in refused["message"]
+    page.do("continue", 400, node=root["id"], thinking=True)
+
+
+def test_an_end_tells_what_was_read_meanwhile_and_how_fast_the_model_wrote(page: Paged) -> None:
+    text = " ".join(f"a queen and {i} sons went out" for i in range(90))
+    typed = page.do("type", text=text)
+    node = page.grow(typed["node"]["id"], max_tokens=12)
+    page.finish(typed["job"])
+    (end,) = page.of("end", node=node["id"])
+    assert typed["node"]["n"] - 2 <= end["read"] <= 2 * typed["node"]["n"]
+    again = page.grow(typed["node"]["id"], max_tokens=12)
+    (then,) = page.of("end", node=again["id"])
+    assert then["read"] == 0 and end["rate"] > then["rate"] / 20  # reading is no part of it
+
+
+def test_a_watching_tab_gets_four_frames_a_second_while_all_cores_compute(
+    page: Paged, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "leaves_cores", lambda _: False)
+    heard: list[tuple[str, int]] = []  # events, and the number of the frame with which they came
+    frames: list[float] = []
+    emit, send = page.loom.emit, page.loom.send_tokens
+
+    def sending() -> None:
+        frames.append(perf_counter())
+        send()
+        frames.append(perf_counter())
+
+    def listen(name: str, data: object) -> None:
+        heard.append((name, len(frames)))
+        emit(name, data)
+
+    monkeypatch.setattr(page.loom, "emit", listen)
+    monkeypatch.setattr(page.loom, "send_tokens", sending)
+    page.grow(root["id"], 2, max_tokens=150, seed="8")
+    n = [name for name, _ in heard].index("end")  # before it, all that waits is sent
+    first = min([name for name, _ in heard].index(name) for name in ("round", "tokens"))
+    told = [number for _, number in heard[first:n]]
+    assert len(told) > 2 * len({*told}) > 4
+    assert all(number % 2 for number in told)
+    begins = [frames[number - 1] for number in sorted({*told})]
+    assert all(b - a > 0.2 for a, b in pairwise(begins[:-1]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import toys
-from paging import Paged, chat_model
+from paging import CHAT, CONTROL, Paged, chat_model
 from serving import TARGET
 from turn_shapes import SHAPES
 
@@ -238,3 +238,150 @@ def test_typed_text_parses_control_tokens_as_the_command_line_does(
     assert (edited["at"], edited["n"]) == (node["n"], 1)  # nothing before it is new
     more = page.type("<|im_start|>", node["id"])
     assert more["n"] == 1
+
+
+# Its variable switches thoughts off in the opening of the answer, as Qwen3's does.
+SWITCHED = (
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+
+PLAIN = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def test_a_chat_thinks_or_does_not_as_the_bar_says(page: Paged, tmp_path: Path) -> None:
+    def written(page: Paged, node: Any) -> str:
+        return turns_of(page, node)[-1]
+
+    def turns_of(page: Paged, node: Any) -> list[str]:
+        held = page.loom.document.nodes[node["id"]]
+        ids, found = held.tokens(), page.loom.document.turns(held)
+        return [page.loom.document.written(ids[turn.at : turn.end]) for turn in found]
+
+    begun = chat(page, text=ASKED)
+    opening, off = "<|im_start|>assistant\n", "<think>\n</think>\n\n"
+    fields: dict[str, Any] = {"max_tokens": 12, "seed": "3"}
+    grown = page.grow(begun["id"], thinking=False, **fields)
+    assert written(page, grown).startswith(f"{opening}{off}")
+    assert page.tokens(grown["id"])["node"]["thinking"] is False
+    thought = page.grow(begun["id"], thinking=True, **fields)
+    assert written(page, thought).startswith(f"{opening}<think>")
+    short = page.grow(begun["id"], thinking=3, **{**fields, "max_tokens": 30})
+    text = written(page, short)
+    assert "</think>" in text and len(parts(page, short["id"])) == 1
+    (end,) = page.loom.service.model.tokenize("</think>", add_special=False, parse_special=True)
+    told = page.tokens(short["id"])
+    assert 3 < told["ids"].index(end) < 10
+    # Inside an open thought: it is closed, or goes on. In the answer there is nothing to change.
+    cut = thought["at"] + thought["n"] - 2
+    closed = page.grow(thought["id"], at=cut, thinking=False, **fields)
+    assert written(page, closed).count("</think>") == 1
+    assert "</think>" not in written(
+        page, page.grow(thought["id"], at=cut, thinking=True, **fields)
+    )
+    # What a thought does is no part of what must follow a schema.
+    schema = {"enum": ["north", "south"]}
+    free = page.grow(begun["id"], thinking=False, json_schema=schema, max_tokens=9)
+    assert written(page, free).removeprefix(opening + off) in ('"north"', '"south"')
+    page.do("continue", 400, node=begun["id"], memory="He is old.")
+
+    template = CHAT[: CHAT.index("{%- if add_generation_prompt")] + SWITCHED
+    model = toys.write_chat(TARGET, tmp_path / "switched.gguf", template, *CONTROL)
+    with Paged(tmp_path, model=model) as switched:
+        sent = chat(switched, text=ASKED, thinking=False)  # the message is sent with the choice
+        assert written(switched, sent) == opening + off
+        same = switched.grow(sent["id"], thinking=False, **fields)
+        assert same["at"] == sent["n"] and written(switched, same).count("<think>") == 1
+        back = switched.grow(sent["id"], **fields)  # as the template does
+        assert back["at"] < sent["n"] and off not in written(switched, back)
+        asked = chat(switched, text=ASKED)
+        later = switched.grow(asked["id"], thinking=False, **fields)
+        assert written(switched, later).startswith(opening + off)
+        assert turns_of(switched, later)[:-1] == turns_of(switched, asked)[:-1]
+        switched.do("bar", set={"chat": {"thinking": 64}})
+        assert switched.doc()["bars"]["chat"] == {"thinking": 64}
+        switched.do("bar", 400, set={"text": {"thinking": False}})
+    plain = toys.write_chat(TARGET, tmp_path / "plain.gguf", PLAIN, *CONTROL[:2])
+    (tmp_path / "plain").mkdir()
+    with Paged(tmp_path / "plain", model=plain) as cannot:
+        sent = chat(cannot, text=ASKED)
+        for thinking in (True, 20):
+            error = cannot.do("continue", 400, node=sent["id"], thinking=thinking)["error"]
+            assert "does not think" in error["message"]
+            cannot.do("bar", 400, set={"chat": {"thinking": thinking}})
+        assert cannot.grow(sent["id"], thinking=False, max_tokens=3)
+
+
+@pytest.mark.parametrize("spaces", [False, True])
+def test_a_tools_result_keeps_the_call_as_the_model_wrote_it(page: Paged, spaces: bool) -> None:
+    call = CALL.replace('": ', '" :  ').replace("\n", "") if spaces else CALL
+    begun = chat(page, text=ASKED, tools=TOOLS)
+    wrote = answered(page, begun, f"I look.{call}")
+    ids = page.tokens(wrote["id"], whole=True)["ids"]
+    result = chat(page, node=wrote["id"], role="tool", text="a fox")
+    assert result["at"] == len(ids)
+    said = turns(page, result["id"])
+    assert said[-3:] == [("assistant", f"I look.{call}"), ("tool", "a fox"), ("assistant", "")]
+    text = page.loom.document.written(page.tokens(result["id"], whole=True)["ids"])
+    assert text.endswith(
+        f"{call}<|im_end|>\n<|im_start|>tool\na fox<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # The answer to it may be opened again, and nothing before it changes.
+    off = page.grow(result["id"], thinking=False, max_tokens=3)
+    assert off["at"] == result["at"] + result["n"]
+
+
+def test_a_schema_runs_over_the_whole_answer(page: Paged) -> None:
+    begun = chat(page, text=ASKED)
+    schema = {"enum": ["north wind", "south wind"]}
+    fields: dict[str, Any] = {
+        "json_schema": schema,
+        "max_tokens": 20,
+        "seed": "5",
+        "thinking": False,
+    }
+    made = page.grow(begun["id"], **fields)
+    told = page.tokens(made["id"], top=1)
+    start = next(i for i, n in enumerate(told["al"]) if n)
+    text = "".join(map(str, told["text"][start:]))
+    assert text in ('"north wind"', '"south wind"')
+    cut = page.grow(made["id"], at=made["at"] + start + 3, **fields)
+    assert turns(page, cut["id"])[-1][1].rpartition("\n")[2] in ('"north wind"', '"south wind"')
+    wrong = page.tokens(begun["id"])["ids"][0]
+    for op in ("fork", "continue"):
+        node = made if op == "fork" else answered(page, begun, "I think")
+        before = page.nodes()
+        at = {"at": made["at"] + start + 1, "token": wrong} if op == "fork" else {}
+        refused = page.do(op, 400, node=node["id"], **at, **fields)["error"]["message"]
+        assert refused.startswith("the schema does not allow `")
+        assert refused.endswith("here" if op == "fork" else "in what is written so far")
+        assert page.nodes() == before
+
+
+def test_a_long_chat_keeps_its_system_message_and_loses_its_oldest_exchanges(
+    tmp_path: Path,
+) -> None:
+    with Paged(tmp_path, model=chat_model(tmp_path), n_ctx=256) as page:
+        node = chat(page, system=SYSTEM, text=ASKED)
+        for i in range(9):
+            made = page.grow(node["id"], max_tokens=24, seed=str(i))
+            node = chat(
+                page, node=made["id"], text=f"And what did the {i} kings do then, my friend?"
+            )
+        last = page.grow(node["id"], max_tokens=24, seed="3")
+        window = page.tokens(last["id"])["node"]["window"]
+        held = page.loom.document.nodes[last["id"]]
+        roles = page.loom.document.turns(held)
+        assert window["from"] in [turn.at for turn in roles if turn.role == "user"][1:]
+        assert window["head"] == roles[1].at and (window["memory"], window["note"]) == (0, 0)
+        assert window["head"] + last["at"] - window["from"] <= 256 - 24
+        ids = page.tokens(last["id"], whole=True)["ids"]
+        prompt = [*ids[: window["head"]], *ids[window["from"] : last["at"]]]
+        body = {"prompt": prompt, "max_tokens": 24, "seed": 3, "logprobs": 1}
+        (choice,) = page.api.post("/v1/completions", json=body).json()["choices"]
+        assert choice["logprobs"]["tokens"] == page.tokens(last["id"])["text"]
+        page.do("continue", 400, node=chat(page, node=last["id"], text="old " * 300)["id"])

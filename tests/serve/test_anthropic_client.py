@@ -288,7 +288,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         (user(SHOWN), r"'image' is not supported - at `\$.messages\[0\].content\[0\].content\[0\]"),
         (user(USE), r"messages\[0\]: a message of the user cannot have a tool_use block"),
         (user({"type": "server_tool_use"}), "'server_tool_use' is not supported"),
-        ({"messages": []}, r"\$.messages"),
+        ({"messages": []}, "`messages`: must be array"),
         ({"messages": [{"role": "poet", "content": "x"}]}, "'poet' is not supported"),
         ({"tools": [*TOOLS, SEARCH]}, r"tools\[2\]: web_search .*web_search_20250305"),
         ({"tools": [TOOLS[1], STRICT]}, "the parameters of marry"),

@@ -1,5 +1,5 @@
 // @ts-check
-// The sampling bar: settings for continuing texts or chats, kept in the document; presets; grammars and schemas.
+// The sampling bar: settings for continuing texts or chats, kept in the document; grammars and schemas.
 import { $, fill, h, label, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
 import { backend, bodyOf, net } from "./net.js";
 import { stateOf, store } from "./store.js";
@@ -8,19 +8,6 @@ import { stateOf, store } from "./store.js";
 
 /** @type {Record<string, Bar>} the bars of a new document */
 const FIRST = { text: { n: 3, max_tokens: 24 }, chat: { n: 1, max_tokens: 512 } };
-/** @type {Record<string, Record<string, Bar>>} */
-const PRESETS = {
-  text: {
-    "three short texts": FIRST.text, "one long text": { n: 1, max_tokens: 200 },
-    "the most probable text": { n: 1, max_tokens: 48, sampling: { temperature: 0 } },
-    "eight bold texts": { n: 8, max_tokens: 24, sampling: { temperature: 1.3, top_p: 1, min_p: 0.05 } },
-  },
-  chat: {
-    "one answer": FIRST.chat, "three answers to choose from": { n: 3, max_tokens: 256 },
-    "the most probable answer": { n: 1, max_tokens: 512, sampling: { temperature: 0 } },
-    "three bold answers": { n: 3, max_tokens: 256, sampling: { temperature: 1.2, top_p: 1, min_p: 0.05 } },
-  },
-};
 /** @type {[string, string, number | null][]} settings that have a field: name, in words, the value that does nothing */
 const NUMBERS_OF_BAR = [["temperature", "temperature", null], ["top_p", "top-p", 1], ["top_k", "top-k", 0],
   ["min_p", "min-p", 0], ["repeat_penalty", "repeat penalty", 1]];
@@ -41,19 +28,23 @@ const thinkingOf = (thinking) => thinking == null ? "" : thinking === false ? "n
   : thinking === true ? "thinking" : `thinking for ${plural(thinking, "token")} at most`;
 
 /** The bar in words: every setting that acts. @param {string} mode */
-export function sentenceOf(mode) {
-  const bar = barOf(mode), { n = FIRST[mode].n, max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
+export const sentenceOf = (mode) => [plural(barOf(mode).n ?? FIRST[mode].n, mode === "chat" ? "answer" : "text"),
+  ...settingsOf(barOf(mode), mode)].join(", ");
+
+/** Every setting that acts, in words. @param {Bar} bar or a node that was written with one @param {string} mode */
+export function settingsOf(bar, mode) {
+  const { max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
   const acting = { ...store.doc.model?.sampling, ...bar.sampling };
   const known = NUMBERS_OF_BAR.map(([name]) => name);
   const numbers = [...NUMBERS_OF_BAR.filter(([name, , none]) => acting[name] != null && acting[name] !== none)
     .map(([name, words]) => `${words} ${short(acting[name])}`),
   ...Object.keys(acting).filter((name) => !known.includes(name)).map((name) => `${name.replaceAll("_", " ")} ${acting[name]}`)];
-  const kind = followed(bar), isTalk = mode === "chat";
-  return [plural(n, isTalk ? "answer" : "text"), `limit: ${plural(max_tokens, "token")}`, ...numbers,
-    seed != null && `seed ${seed}`, isTalk && thinkingOf(bar.thinking),
+  const kind = followed(bar);
+  return [`limit: ${plural(max_tokens, "token")}`, ...numbers,
+    seed != null && `seed ${seed}`, mode === "chat" && thinkingOf(bar.thinking),
     stop.length && `stop at ${stop.map((/** @type {string} */ each) => `“${label(each)}”`).join(" or ")}`,
     bar.memory && "memory", bar.authors_note && "author’s note",
-    kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean).join(", ");
+    kind !== "free" && FOLLOWS[kind].replace("these lines", `${bar.choice?.length} texts`)].filter(Boolean);
 }
 
 /** Keep a bar in the document. Raises an error if the server refuses it. @param {string} mode @param {Bar} bar */
@@ -114,12 +105,9 @@ export function openBar(mode, proceed) {
   };
   const lines = (/** @type {string} */ name, /** @type {string} */ words, /** @type {string} */ note) => h("label", { title: note },
     h("span", {}, words), h("textarea", { name, rows: 2, spellcheck: false, placeholder: note }));
-  const presets = h("select", { onchange: () => show(PRESETS[mode][presets.value] ?? barOf(mode)) },
-    h("option", { value: "now" }, "current"), Object.keys(PRESETS[mode]).map((name) => h("option", { value: name }, name)));
   const isTalk = mode === "chat";
   const form = h("form", { method: "dialog", class: "bar-form", noValidate: true },
     h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
-    h("label", {}, h("span", {}, "preset"), presets),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
     input("max_tokens", "limit, in tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([id, words]) => input(`${id}`, words, usual[id])), input("seed", "seed", "random"),

@@ -3,7 +3,7 @@
 import { $, plural, tell, warn } from "./dom.js";
 import { backend } from "./net.js";
 import { store, texts } from "./store.js";
-import { shownPath } from "./text.js";
+import { besides, shownPath } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
@@ -37,19 +37,11 @@ function selectedOf(range, element, shown, text) {
 
 /** The text of a selection in a list of tokens. @param {Range} range @param {any} box @param {Path} c */
 function selectedText(range, box, c) {
-  const found = [];
-  for (const block of box.children) {
-    if (!range.intersectsNode(block)) continue;
-    for (const run of block.firstChild ? block.children : [block]) {
-      if (!range.intersectsNode(run)) continue;
-      const tokens = [...run.querySelectorAll("[data-token]")];
-      if (!tokens.length) found.push(selectedOf(range, run, run.textContent, c.text.slice(run.from, run.to).join("")));
-      for (const token of tokens) {
-        if (range.intersectsNode(token)) found.push(selectedOf(range, token, token.textContent, c.text[token.dataset.token]));
-      }
-    }
-  }
-  return found.join("");
+  return [...box.querySelectorAll("*")].filter((each) => !each.firstElementChild && range.intersectsNode(each)).map((each) => {
+    const { text } = ($("other")?.contains(each) && besides().other) || c, token = each.dataset.token;
+    const words = token ? text[token] : text.slice(each.from ?? 0, each.to ?? 0).join("");
+    return selectedOf(range, each, each.textContent, words);
+  }).join("");
 }
 
 export function startCopy() {

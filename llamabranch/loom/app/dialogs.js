@@ -1,11 +1,12 @@
 // @ts-check
 // Dialogs: questions, bookmarks, export and import.
-import { $, fill, h, label, plural, tell, visible, warn } from "./dom.js";
-import { backend } from "./net.js";
+import { $, fill, h, label, plural, redraw, tell, visible, warn } from "./dom.js";
+import { choose } from "./lenses.js";
+import { backend, fetchDoc } from "./net.js";
 import { FLAGS, select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
-import { showPane } from "./panes.js";
+import { showPane } from "./where.js";
 
 /** A dialog with fields. A field is [name, title, first value]. It stays open and shows the error until the action succeeds.
  * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
@@ -13,7 +14,7 @@ import { showPane } from "./panes.js";
 export function ask(title, fields, verb, done, more = []) {
   const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
     fields.map(([name, words, value]) => h("label", {}, h("span", {}, words),
-      h("textarea", { name, value: value ?? "", spellcheck: false, autocomplete: "off" }))),
+      h("textarea", { name, value: value ?? "", dir: "auto", spellcheck: false, autocomplete: "off" }))),
     h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
       h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
   const dialog = $("dialog");
@@ -45,12 +46,13 @@ async function bring(/** @type {any} */ file) {
   const answer = await backend.ask("/loom/import", { method: "POST", body: file }).catch((error) => warn(error.message));
   if (!answer) return;
   $("dialog").close();
-  const [first] = answer.nodes;
-  if (first) {
-    shownBefore.set(first.id, [store.current, store.end]);
-    select(first.id);
-  }
-  tell(`${plural(answer.count, "node")} imported.`);
+  shownBefore.set(answer.nodes[0].id, [store.current, store.end]);
+  if (!store.current) choose(); // the example's lens is not for a text of one's own
+  await fetchDoc(); // the new nodes must be here to be shown, and scored
+  select(answer.shown);
+  redraw(["place"]); // it may be chosen already
+  const more = answer.bar.map((/** @type {string} */ name) => (name === "memory" ? "memory" : "author’s note")).join(" and ");
+  tell(`${plural(answer.count, "node")} imported.${more && ` The ${more} went to the settings of texts.`}`);
 }
 
 export const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));

@@ -2,7 +2,7 @@
 // Finding text in all branches.
 import { $, attribute, later, plural, visible } from "./dom.js";
 import { get } from "./net.js";
-import { store } from "./store.js";
+import { look, store, view } from "./store.js";
 import { goTo, segmentOf } from "./tree.js";
 import { moveTo } from "./text.js";
 
@@ -18,6 +18,7 @@ async function find() {
   const { node, at } = hits[hit] ?? {};
   hit = q === sought ? found.findIndex((/** @type {any} */ each) => each.node === node && each.at === at) : -1;
   [hits, sought, soughtIn] = [found, q, store.revision];
+  look({ sought: q, match: [-1, -1] });
   $("found").textContent = q && `${found.length}${more ? "+" : ""}`;
   attribute($("found"), "aria-label", plural(found.length, "place"));
 }
@@ -28,6 +29,7 @@ async function nextHit(/** @type {number} */ by) {
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last = at, text } = hits[hit];
   goTo(/** @type {import("./tree.js").Segment} */ (segmentOf(node, last + 1)));
+  view.match = [at, last];
   moveTo(last); // the next action acts after the match
   $("found").textContent = `${hit + 1} / ${hits.length}`;
   attribute($("found"), "title", visible(text));

@@ -1,17 +1,19 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, where it came from, its branch.
-import { $, attribute, fill, h, label, percent, plural, rough, short, visible } from "./dom.js";
-import { barOf } from "./bar.js";
-import { SOURCES, looks } from "./lenses.js";
+import { $, attribute, fill, h, label, percent, plural, rough, visible } from "./dom.js";
+import { barOf, settingsOf } from "./bar.js";
+import { SOURCES, lens, looks, sourceOf, sparing } from "./lenses.js";
 import { act } from "./net.js";
 import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
-import { named, moveTo, shownPath, topsAt } from "./text.js";
+import { attend, moveTo, named, pointedAt, topsAt } from "./text.js";
+import { isChat } from "./turns.js";
 import { mode } from "./where.js";
 
 /** The token that is inspected: under the mouse, at the cursor, or the last. */
 const inspected = () => {
-  const { n } = shownPath();
+  const [{ n }, node] = pointedAt();
+  if (node !== store.current) return Math.min(view.hover, n - 1);
   const found = [view.hover < n ? view.hover : -1, view.cursor, view.reading].find((i) => i >= 0 && i <= n);
   return found ?? n - 1;
 };
@@ -25,8 +27,7 @@ export function takeAt(place) {
 /** Take another token at a position. If a branch has it already, that branch is shown.
  * @param {number} i @param {number} token */
 export async function take(i, token) {
-  const c = shownPath();
-  const node = store.current;
+  const [c, node] = pointedAt();
   if (c.ids[i] === token) return moveTo(i);
   const segment = segmentOf(ownerOf(c, i), i + 1);
   const others = segment?.from === i ? (segment.parent?.children ?? []) : following(node, i);
@@ -36,7 +37,10 @@ export async function take(i, token) {
     look({ cursor: -1, reading: i }); // arrow keys start here; actions act at the end
   };
   if (there) show(there.node);
-  else await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
+  else {
+    attend(i);
+    await act("fork", { ...barOf(mode()), n: 1, node, at: i, token }, show);
+  }
 }
 
 /** @param {string} name @param {...any} value */
@@ -62,6 +66,17 @@ function alternatives(c, i) {
   })), rest > 0.0005 && h("p", { class: "dim rest" }, `all other tokens ${percent(rest)}`)];
 }
 
+/** What a grammar did at a place. @param {import("./store.js").Path} c @param {number} i */
+function rule(c, i) {
+  if (!(c.al[i] > 0)) return null;
+  const { json_schema, regex, choice } = /** @type {Record<string, any>} */ (store.nodes.get(ownerOf(c, i) ?? "") ?? {}), [best, lp, piece] = topsAt(i)?.[0] ?? [];
+  const what = json_schema ? "schema" : regex ? "expression" : choice ? "list of texts" : "grammar";
+  return h("p", { class: "rule" }, `The ${what} left ${plural(c.al[i], "choice")}`,
+    piece != null && (best === c.ids[i] ? ", which the model wanted too" : ["; the model wanted ", h("b", {}, named(piece)), ` ${percent(Math.exp(lp ?? NaN))}`]), ".");
+}
+
+let isDetailed = false; // the details are open
+
 /** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */
 function origin(c, i) {
   const node = store.nodes.get(ownerOf(c, i) ?? "");
@@ -70,28 +85,31 @@ function origin(c, i) {
   const bytes = Array.isArray(piece) ? piece : typeof piece === "string" ? [...new TextEncoder().encode(piece)] : [];
   const shared = Array.isArray(piece) || c.text[i] === "";
   const round = node.rounds.find(({ at, draft }) => i >= at && i <= at + draft.length);
-  const sampling = Object.entries(node.sampling ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
-  return [h("h3", {}, "Origin"), h("dl", {},
-    fact("source", /** @type {any} */ (SOURCES)[c.src[i]] ?? "unknown"),
-    round ? fact("round", `${round.accepted} of ${round.draft.length} drafted accepted`) : [],
-    node.by === "A" ? fact("written by", store.doc.model?.name ?? "A") : [],
-    node.seed != null ? fact("seed", node.seed) : [],
-    sampling ? fact("sampling", sampling) : [],
-    node.max_tokens ? fact("max tokens", node.max_tokens) : [],
-    node.stop?.length ? fact("stops at", node.stop.map(label).join(", ")) : [],
-    node.grammar || node.json_schema ? fact("follows", node.grammar ? "a grammar" : "a JSON schema") : [],
-    fact("token", `${c.ids[i]} at ${i}`),
-    shared || /[^\x20-\x7e]/.test(c.text[i])
-      ? fact("bytes", bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")) : [],
+  const isModels = node.by === "A" && node.max_tokens != null, { seed, memory, authors_note: aside } = node;
+  return [h("h3", {}, "Origin"), h("dl", { class: "facts" },
+    fact("source", /** @type {any} */ (SOURCES)[sourceOf(c, i)] ?? "unknown"),
+    isModels ? fact("written with", settingsOf({ ...node, seed: null }, isChat(c) ? "chat" : "text").join(", ")) : [],
+    memory ? fact("memory", visible(memory)) : [], aside ? fact("author’s note", visible(aside)) : [],
     node.read != null ? fact("read", `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`) : [],
     node.note ? fact("note", visible(node.note)) : [],
-    node.flags & FLAGS.bookmark ? fact("bookmark", "★") : [])];
+    node.flags & FLAGS.bookmark ? fact("bookmark", "★") : []),
+  h("details", { open: isDetailed, ontoggle: (/** @type {any} */ event) => (isDetailed = event.target.open) }, h("summary", {}, "Details"),
+    h("dl", { class: "facts" },
+    c.lp[i] <= 0 ? fact("exact", `p ${Math.exp(c.lp[i]).toPrecision(6)}, ln p ${c.lp[i].toPrecision(6)}, entropy ${c.h[i].toPrecision(6)}`) : [],
+    seed != null ? fact("seed", seed) : [], node.by === "A" ? fact("model", store.doc.model?.name ?? "A") : [],
+    round ? fact("draft", `${round.accepted} of ${plural(round.draft.length, "token")} fitted`) : [],
+    node.json_schema ? fact("schema", visible(JSON.stringify(node.json_schema))) : [],
+    node.regex || node.grammar ? fact(node.regex ? "expression" : "grammar", visible(node.regex || node.grammar)) : [],
+    node.choice ? fact("texts", node.choice.map(label).join(" | ")) : [],
+    fact("token", `${c.ids[i]} at ${i}`),
+    shared || /[^\x20-\x7e]/.test(c.text[i])
+      ? fact("bytes", bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")) : []))];
 }
 
 /** @type {any} */ let drawnFor = null;
 
 export function drawInspector() {
-  const c = shownPath();
+  const [c] = pointedAt();
   const i = inspected();
   const box = $("token");
   if (i < 0) {
@@ -102,14 +120,14 @@ export function drawInspector() {
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
   const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, owner?.sampling, Math.max(view.cursor, view.reading) >= 0, document.documentElement.dataset.lens].join();
+    owner?.read, owner?.rounds.length, owner?.max_tokens, c.al[i], Math.max(view.cursor, view.reading) >= 0, lens.name, sparing()].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;
   const isNext = i === c.n;
   const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
   fill(box,
     h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i]))),
-    !isNext && numbers(c, i), alternatives(c, i), !isNext && origin(c, i));
+    !isNext && [numbers(c, i), rule(c, i)], alternatives(c, i), !isNext && origin(c, i));
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
   // On a phone the tapped token is inspected below the text.

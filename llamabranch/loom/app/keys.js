@@ -1,6 +1,7 @@
 // @ts-check
-// Keys: one table of actions with their keys; they act in the tree and the text.
+// Keys: one table of actions with their keys; they act wherever nothing is typed.
 import { $, h } from "./dom.js";
+import { keepSetting, store } from "./store.js";
 
 /** @type {[string, string, string, string[]][]} name, where it acts, what it does, keys */
 export const ACTIONS = [
@@ -17,13 +18,14 @@ export const ACTIONS = [
   ["text.last", "text", "the last token", ["End"]],
   ["text.surprise", "text", "the next surprise, p < .05", ["}"]],
   ["text.surpriseBack", "text", "the previous surprise", ["{"]],
-  ["continue", "", "continue, as the bar says", ["g", "Ctrl+Enter"]],
+  ["continue", "", "the model writes on", ["g", "Ctrl+Enter"]],
   ["options", "", "how to continue: opens the bar", ["G"]],
-  ["type", "", "type from here; reply in a chat", ["Enter"]],
-  ["edit", "", "edit what follows; this turn in a chat", ["e"]],
+  ["type", "", "write here; reply in a chat", ["Enter"]],
+  ["edit", "", "edit this line; this turn in a chat", ["e"]],
   ["retry", "", "answer again, in a chat", ["R"]],
   ["thoughts", "", "show or fold thoughts", ["t"]],
-  ["stop", "", "stop", ["Escape"]],
+  ["compare", "", "two branches side by side", ["d"]],
+  ["stop", "", "end: keep the box, else stop, else leave the token", ["Escape"]],
   ["lens", "", "the next lens", ["v"]],
   ["lensBack", "", "the previous lens", ["V"]],
   ["ghosts", "", "show or hide rejected drafts", ["x"]],
@@ -49,13 +51,20 @@ function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
   return (ctrlKey || metaKey ? "Ctrl+" : "") + (altKey ? "Alt+" : "") + (shift ? "Shift+" : "") + name;
 }
 
-/** Let keys act. @param {Record<string, () => void>} run @param {(place: number) => void} take */
+const TYPED = "input:not([type=radio]), textarea, select, dialog"; // where keys are text
+const PRESSED = "button, a, summary, input, [role=separator]"; // what has keys of its own
+
+/** Let keys act wherever nothing is typed; some of them act in the tree or the text, whichever was used last.
+ * @param {Record<string, () => void>} run @param {(place: number) => void} take */
 export function startKeys(run, take) {
+  let used = "text";
+  for (const name of ["tree", "text"]) $(name).addEventListener("focus", () => (used = name));
   document.addEventListener("keydown", (event) => {
-    const where = event.target === $("tree") ? "tree" : event.target === $("text") ? "text" : "";
-    if (!where || event.isComposing) return;
-    const key = keyName(event);
-    const action = ACTIONS.find(([name, place]) => (!place || place === where) && keysOf(name).includes(key))?.[0];
+    const target = /** @type {Element} */ (event.target), key = keyName(event);
+    if (event.defaultPrevented || event.isComposing || target.closest(TYPED)) return;
+    if (target.closest(PRESSED) && /^(Enter|Space|Home|End|Arrow.*)$/.test(key)) return;
+    if (key.length === 1 && store.settings.keys === false) return;
+    const action = ACTIONS.find(([name, place]) => (!place || place === used) && keysOf(name).includes(key))?.[0];
     if (!action && !/^[0-9]$/.test(key)) return;
     event.preventDefault();
     if (action) run[action]();
@@ -63,7 +72,20 @@ export function startKeys(run, take) {
   });
 }
 
-/** The table of keys in the help. */
-export const keyTable = () => h("table", { class: "keys" }, h("tbody", {}, ACTIONS.map(([, where, title, keys]) =>
-  h("tr", {}, h("th", { scope: "row" }, title, where && h("small", {}, ` in the ${where}`)), h("td", {}, keys.map((key) => h("kbd", {}, key))))),
-  h("tr", {}, h("th", { scope: "row" }, "take that alternative"), h("td", {}, h("kbd", {}, "1 … 9, 0")))));
+const BASIC = ["continue", "type", "edit", "stop", "undo", "find"]; // what everybody needs
+
+/** The help: the keys that everybody needs, then all others. */
+export function helpOfKeys() {
+  const line = (/** @type {string} */ title, /** @type {string[]} */ keys) =>
+    h("div", {}, h("dt", {}, keys.map((key) => h("kbd", {}, key.replace("Escape", "Esc").replace("Arrow", "")))), h("dd", {}, title));
+  const lines = (/** @type {typeof ACTIONS} */ all) => all.map(([, , title, keys]) => line(title, keys));
+  const others = ACTIONS.filter(([name]) => !BASIC.includes(name));
+  const part = (/** @type {string} */ title, /** @type {string} */ place) => [h("h3", {}, title),
+    h("dl", { class: "keys" }, lines(others.filter(([, where]) => where === place)))];
+  return [h("dl", { class: "keys first" }, lines(BASIC.map((name) => /** @type {any} */ (ACTIONS.find(([each]) => each === name)))),
+    line("take that alternative of the token", ["1 … 9, 0"])),
+  h("label", { class: "check" }, h("input", { type: "checkbox", checked: store.settings.keys !== false,
+    onchange: (/** @type {any} */ event) => keepSetting("keys", event.target.checked) }),
+  h("span", {}, "letters, digits and signs act as keys, wherever nothing is typed")),
+  h("div", { class: "menus" }, h("div", {}, part("Everywhere", "")), h("div", {}, part("In the tree", "tree"), part("In the text", "text")))];
+}

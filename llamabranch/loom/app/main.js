@@ -1,24 +1,23 @@
 // @ts-check
 // The page as a whole: its actions, its state, its parts. Everything else is in the modules that it imports.
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
-import { LENSES, binOf, choose, drawLegend, turn } from "./lenses.js";
+import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
 import { act, connect, listeners, net } from "./net.js";
-import { FLAGS, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
+import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
-import { foldThoughts, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
+import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, freeze, startLive } from "./live.js";
+import { fold, startLive } from "./live.js";
+import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
-import { drawMono, isMono } from "./mono.js";
-import { ACTIONS, keyTable, keysOf, startKeys } from "./keys.js";
-import { begins, exported, isAnswered, isAtEnd, mode, selected, whereTo } from "./where.js";
-import { editTurn, go, onSubmit, reply, retry, type } from "./typing.js";
-import { begin, drawBeginning, runCard } from "./first.js";
+import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
+import { begins, exported, isAnswered, isAtEnd, mode, selected, showPane, whereTo } from "./where.js";
+import { drawBox, edit, editTurn, go, goToDraft, keepTyped, onSubmit, opened, reopen, reply, retry, savedSentence, type } from "./typing.js";
+import { begin, drawBeginning } from "./first.js";
 import { startFind } from "./find.js";
 import { ask, bookmarked, bookmarksDialog, exportDialog, shownBefore } from "./dialogs.js";
-import { showPane, startPanes, widen } from "./panes.js";
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
@@ -39,7 +38,7 @@ function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
-  if (stateOf(net) !== "ready" || seen.has(store.current) || n > store.doc.model.n_ctx) return;
+  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || seen.has(store.current) || n > store.doc.model.n_ctx) return;
   seen.add(store.current);
   if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
@@ -48,26 +47,18 @@ function stay() {
 function drawWhere() {
   const chat = mode() === "chat", where = whereTo(), answered = isAnswered();
   $("go").firstChild.textContent = answered ? "Reply" : `Continue ${where}`;
-  $("go").lastChild.textContent = keysOf("continue")[0] ?? "";
-  const words = { type: chat && isAtEnd() ? "Reply" : `Type ${where}`,
-    edit: chat ? "Edit this turn" : view.cursor < 0 ? "Edit what follows the last fork"
-      : `Edit from “${shownPath().shown[view.cursor]?.trim() ?? ""}” on`,
-    retry: "Answer again" };
-  for (const [action, title] of Object.entries(words)) {
-    const button = $("actions").querySelector(`[data-action=${action}]`);
-    if (!button) continue;
-    if (action === "type") button.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
-    if (button.title !== title) button.title = title;
-  }
+  $("go").lastChild.textContent = keysOf(answered ? "type" : "continue")[0] ?? "";
+  attribute($("go"), "data-action", answered ? "reply" : "continue");
   const more = $("actions").querySelector("[data-action=retry]"), typed = $("actions").querySelector("[data-action=type]");
   more.hidden = !chat;
-  typed.hidden = answered; // there Continue is Write a reply
+  $("actions").querySelector("[data-action=compare]").hidden = !forkOf().length;
+  typed.hidden = answered; // there the button beside the bar is Reply
+  typed.firstChild.textContent = chat && isAtEnd() ? "Reply " : "Type ";
   const c = shownPath(), last = c.turns.at(-1);
-  const reply = $("reply"), scroller = $("text").parentElement, was = reply.hidden;
-  const isBelow = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+  const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
-  if (was && !reply.hidden && isBelow) reply.scrollIntoView({ block: "nearest" });
+  if (was && !reply.hidden) followEnd();
   for (const id of ["bar-said", "bar-begin"]) {
     const said = sentenceOf(mode());
     if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
@@ -93,19 +84,21 @@ const inTurn = (act) => (lastTurn = lastTurn.then(act, act));
 const run = {
   ...treeMoves,
   ...Object.fromEntries(Object.entries(textMoves).map(([name, move]) => [`text.${name}`, move])),
-  continue: () => go(),
+  continue: () => (opened ? opened.keep(true) : isAnswered() ? tell("The answer is complete. Enter replies, R answers again.") : go()),
   options: () => openBar(mode(), $("empty").hidden && store.current && !isAnswered() ? () => void go() : null),
   reply,
   type: () => {
+    if (opened) return opened.text.focus();
     const c = shownPath(), turn = c.turns[turnAt(c, view.cursor)];
     if (isChat(c) && isAtEnd()) return reply();
-    if (isChat(c) && turn?.role !== "assistant") return run.edit();
-    return type(place(), false);
+    if (isChat(c) && turn?.role !== "assistant") return edit(c.text.slice(0, place()).join("").length);
+    return type(place());
   },
   edit: () => {
-    const c = shownPath();
-    if (isChat(c)) return editTurn(view.cursor < 0 ? c.turns.findLastIndex(({ role }) => role !== "assistant") : turnAt(c, view.cursor));
-    return type(view.cursor < 0 ? (c.owners.at(-1)?.from ?? 0) : view.cursor, true);
+    if (opened) return opened.text.focus();
+    const c = shownPath(), i = view.cursor < 0 ? c.n : view.cursor;
+    if (isChat(c) && i === c.n) return editTurn(c.turns.findLastIndex(({ role }) => role !== "assistant"));
+    return edit(c.text.slice(0, i).join("").length + (c.text[i]?.match(/^\s*/)?.[0].length ?? 0));
   },
   retry: () => {
     const c = shownPath();
@@ -116,9 +109,12 @@ const run = {
     tell(count ? `${plural(count, "thought is", "thoughts are")} ${folded ? "folded" : "shown"}.` : "There is no thought here.");
   },
   stop: async () => {
+    if (opened) return opened.keep(false);
+    if (![...store.jobs.values()].some(({ state }) => state === "running")) return besides().other ? putBeside() : moveTo(-1);
     const answer = await act("stop", { job: null });
     if (answer?.stopped.length) tell("Stopped.");
   },
+  compare: putBeside,
   lens: () => turn(1),
   lensBack: () => turn(-1),
   ghosts: () => {
@@ -126,8 +122,16 @@ const run = {
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
   bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
-  note: () => ask("Note", [["note", "note on this branch", selected()?.note]], "Keep",
-    ({ note }) => act("set", { node: store.current, note })),
+  note: () => {
+    const node = selected();
+    if (!node) return;
+    const name = `note ${node.id}`, draft = () => ({ node: node.id, end: store.end });
+    ask("Note", [["note", "note on this branch", store.drafts[name]?.text ?? node.note]], "Keep",
+      ({ note }) => act("set", { node: node.id, note }).then((answer) => (answer && keepDraft(name, null), answer)));
+    const dialog = $("dialog");
+    keepTyped(dialog.querySelector("textarea"), name, dialog.querySelector(".wrong"), draft);
+    dialog.querySelector("button:not(.main)").onclick = () => keepDraft(name, null);
+  },
   delete: async () => {
     const segment = segmentOf(store.current);
     if (!segment) return;
@@ -156,16 +160,23 @@ const run = {
   }),
   find: () => $("find").focus(),
   copy: copyText,
-  mono: () => keepSetting("mono", !isMono()),
+  mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
-  help: () => ask("Help and keys", [], "", () => {}, [
-    h("p", {}, "Keys act while the tree or the text has the focus."), keyTable()]),
+  help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
+  exact: () => ask("Exact replay is off", [], "", () => {}, [
+    h("p", {}, "With the same seed the model can still write another text: while it writes several texts, numbers are rounded in another order."),
+    h("p", {}, "The option ", h("code", {}, "-S exact=true"), " of ", h("code", {}, "llamabranch open"), " turns it on. "
+      + "Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
   menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
         { mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
           ?? ACTIONS.find(([each]) => each === name)?.[2] ?? name, " ", h("kbd", {}, keysOf(name)[0] ?? ""))))))))]),
   bookmarks: bookmarksDialog,
+  saved: () => {
+    if (!opened) goToDraft(run, ({ node }) => node);
+    tell(savedSentence());
+  },
   new: () => {
     showPane("text");
     Object.assign(store, { current: null, end: null });
@@ -173,39 +184,44 @@ const run = {
   },
   theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
   fold: () => fold(),
-  pause: freeze,
 };
 
 // --- around the text: state, header, panes ---
+
+let reopened = false; // what was typed before a reload
 
 export function drawState() {
   const root = document.documentElement;
   const { doc } = store;
   const state = stateOf(net);
-  if (state === "ready" && root.dataset.state !== state) staying(stay);
+  if (["ready", "disk-error"].includes(state) && root.dataset.state !== state) staying(stay);
   root.dataset.state = state;
-  const { theme, widths } = store.settings;
+  const { theme, mono = false } = store.settings;
+  root.toggleAttribute("data-mono", mono);
+  for (const button of document.querySelectorAll("[data-action=mono]")) attribute(button, "aria-pressed", String(mono));
   root.style.colorScheme = theme ?? "";
-  for (const [side, width] of Object.entries(widths ?? {})) widen(side, width);
   const { model } = doc;
-  pace.share = model?.leaves_cores ? 1 : 1 / 80; // drawing slows a model that needs all cores
+  Object.assign(pace, model?.leaves_cores ? { share: 1, least: 50 } : { share: 1 / 80, least: 250 }); // drawing slows a model that needs all cores
   if (doc.file.name) document.title = `${visible(doc.file.name)} · llamabranch`;
   $("file").textContent = visible(doc.file.name ?? "llamabranch");
-  $("saved").textContent = exported() ? "exported" : doc.file.error ? "not saved" : doc.file.read_only ? "read-only" : "saved";
-  fill($("model"), model && h("span", {}, visible(model.name)),
-    model?.exact === false && h("span", { class: "badge", title: "Results depend on what else is in the batch." }, "not exact"));
+  $("saved").textContent = exported() ? "exported" : doc.file.read_only ? "read-only"
+    : !doc.file.error ? (doc.file.saved === false ? "saving …" : "saved") : !doc.file.unsaved ? "not saved" : `${plural(doc.file.unsaved, "text")} only in memory`;
+  $("model").textContent = visible(model?.name ?? "");
+  $("exact").hidden = model?.exact !== false || exported();
   $("theme").textContent = isDark() ? "Light" : "Dark";
   const job = [...store.jobs.values()].find((each) => each.state === "running" && each.message);
+  const trouble = doc.file.error && `The file cannot be written: ${doc.file.error}. The page tries again; an export keeps what is only in memory.`;
   const message = {
-    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link.",
+    "no-session": "This page has no session. Press Enter in the terminal where llamabranch runs, and open the new link, here or in another tab.",
     "connection-lost": "The connection is lost. The page tries again; what you type is kept.",
-    "disk-error": `The file cannot be written: ${doc.file.error}. Nothing is lost; the page tries again.`,
     "read-only": exported() ? "" : doc.file.read_only,
     "reading-again": job?.message,
-  }[state];
+  }[state] ?? trouble;
   $("bar").hidden = !message;
-  if ($("bar").textContent !== (message ?? "")) {
-    fill($("bar"), visible(message ?? ""));
+  attribute($("bar"), "data-danger", message && message === trouble);
+  if ($("bar").firstChild?.textContent !== (message ?? "")) {
+    const offers = message && (message === trouble || state === "read-only");
+    fill($("bar"), h("span", {}, visible(message ?? "")), offers && h("button", { type: "button", "data-action": "export" }, "Export"));
   }
   const canWrite = !["no-session", "connection-lost", "model-loading", "read-only"].includes(state);
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
@@ -213,6 +229,8 @@ export function drawState() {
   $("view").hidden = exported();
   $("undo").disabled = !doc.undo || exported();
   $("redo").disabled = !doc.redo || exported();
+  $("saved").title = savedSentence();
+  if (doc.boot != null && !reopened) reopened = (reopen(run), true);
   const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
   const was = $("empty").hidden;
   $("empty").hidden = !empty;
@@ -221,12 +239,13 @@ export function drawState() {
   $("start").disabled = !canWrite;
   $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
   if (empty && was) $("begin").focus();
+  if (store.drafts.begin && !empty && reopened) store.drafts.begin.open = false;
   if (empty) drawBeginning(model);
   const marked = bookmarked().length;
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
   if (!empty) drawWhere();
-  else fill($("bar-begin"), sentenceOf(begins()), " ", h("kbd", {}, keysOf("options")[0] ?? ""));
+  else set($("bar-begin"), { textContent: doc.bars?.[begins()] ? sentenceOf(begins()) : "Settings", title: `How it goes on: ${sentenceOf(begins())}` });
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */
@@ -244,49 +263,53 @@ function showTools({ target }) {
 
 /** Put the parts together, without any request to a server. */
 export function start() {
-  radios("lenses", LENSES.map(({ name, title }) => [name, title]), choose);
-  choose(LENSES[0].name);
-  startPanes();
-  const buttons = ["Type", "Edit", "Retry", "Stop"];
+  radios("lenses", LENSES.map(({ name, title }) => [name, title]), keepLens);
+  choose();
+  radios("panes", [["tree", "Tree"], ["text", "Text"], ["token", "Token"]], showPane);
+  showPane("text");
+  const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": title === "Stop" ? null : "" }, title, " ",
+    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
-    const button = /** @type {any} */ (event.target).closest?.("[data-action], [data-card]");
-    const { action, card } = button?.dataset ?? {};
+    const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};
     if (action) run[action]();
-    if (!card) return;
-    void runCard(card, button.value);
   });
   $("turn-tools").append(...[["Edit", editTurn], ["Answer again", retry]].map(([title, what]) =>
     h("button", { type: "button", onclick: () => /** @type {any} */ (what)(Number($("turn-tools").dataset.turn)) }, title)));
   $("text").addEventListener("mouseover", showTools);
-  $("text").addEventListener("dblclick", () => run.type());
+  $("text").addEventListener("dblclick", (/** @type {MouseEvent} */ { clientX, clientY }) => {
+    const before = charactersBefore(clientX, clientY);
+    if (before != null && !opened) edit(before);
+  });
+  for (const id of ["begin", "system", "tools"]) keepTyped($(id), id, $("begin-wrong"));
+  addEventListener("pagehide", () => opened?.save());
   $("start").onclick = () => begin();
   onSubmit($("begin"), begin);
   onSubmit($("system"), begin);
-  $("about").ontoggle = () => $("about").open && $("about").scrollIntoView({ block: "start" });
   startFind();
-  const tree = startTree();
   paints("state", drawState);
   paints("place", () => {
     $("turn-tools").hidden = true;
     staying(stay);
   });
-  paints("tree", tree.tree);
-  paints("text", startText());
-  paints("where", () => $("empty").hidden && drawWhere());
-  paints("legend", () => (drawMono(), drawLegend(shownPath(), (bin) => seek((c, i) => binOf(c, i) === bin))));
+  const text = startText(), beside = startBeside();
+  paints("tree", startTree());
+  paints("text", () => (beside(), text()));
+  paints("where", () => {
+    drawBox();
+    if ($("empty").hidden) drawWhere();
+  });
+  paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
   paints("live", startLive());
-  paints("minimap", tree.minimap);
   listeners.push((name, { state, node }) => {
     if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);
-  prefersDark.onchange = () => redraw(["state", "minimap"]);
+  prefersDark.onchange = () => redraw(["state"]);
   redraw(["state"]);
 }
 

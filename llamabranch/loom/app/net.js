@@ -18,7 +18,7 @@ export const backend = {
       const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
       if (!net.connected && events?.readyState === EventSource.OPEN) connection(true); // only a request was lost
       const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
-      if (answer.ok) return body;
+      if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
       if (answer.status === 401 && link === links) {
         net.session = false;
         redraw(["state"]);
@@ -54,8 +54,8 @@ const QUIET = ["set", "score"]; // operations without a user's action keep the f
  * refuses it, the footer shows why, and the answer is null.
  * @param {string} op @param {Record<string, any>} [fields]
  * @param {(node: any) => void} [first] called with the node it makes: the event comes before the answer, which waits
- * for the disk @returns {Promise<any>} */
-export async function act(op, fields = {}, first) {
+ * for the disk @param {any} [wrong] where it is said, too, why the server refuses it @returns {Promise<any>} */
+export async function act(op, fields = {}, first, wrong) {
   const cid = crypto.randomUUID();
   const body = bodyOf({ cid, op, ...fields });
   if (first) beginnings.set(cid, first);
@@ -74,7 +74,7 @@ export async function act(op, fields = {}, first) {
       const { message, status } = /** @type {any} */ (error);
       if (status && status !== 401) {
         beginnings.delete(cid);
-        warn(message);
+        warn(message, wrong);
         return null;
       }
       if (!status) connection(false); // with a status, the session is missing: the user opens a fresh link
@@ -92,8 +92,8 @@ function connection(is) {
 export async function fetchDoc() {
   const doc = await get("/loom/doc");
   putDoc(doc);
-  net.connected = true;
-  redraw(["state", "tree", "text", "inspect", "live", "minimap", "legend"]);
+  net.session = net.connected = true;
+  redraw(["state", "tree", "text", "inspect", "live", "legend"]);
   return doc;
 }
 
@@ -143,7 +143,7 @@ const EVENTS = {
     const node = store.nodes.get(data.node);
     if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
     tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
-    return ["tree", "inspect", "minimap", "legend"];
+    return ["tree", "text", "inspect", "legend"];
   },
   job: (data) => {
     store.jobs.set(data.id, data);
@@ -164,6 +164,7 @@ const EVENTS = {
 
 /** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
 function listen(since) {
+  events?.close(); // of a session before
   const source = new EventSource(`/loom/events?since=${since}`);
   events = source;
   source.onopen = () => connection(true);
@@ -182,13 +183,14 @@ function listen(since) {
   }
 }
 
-/** After a refused connection: fetch the document again, then listen for its events. */
+/** After a refused connection: fetch the document again, then listen for its events. Without a session this works once the
+ * browser has one, for example because the new link was opened in another tab. */
 async function resume() {
   try {
     const { boot, rev } = await fetchDoc();
     listen(`${boot}.${rev}`);
   } catch {
-    if (net.session) setTimeout(resume, 2000);
+    setTimeout(resume, 2000);
   }
 }
 

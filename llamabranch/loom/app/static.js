@@ -2,28 +2,21 @@
 // The page in an exported file: the document is in its data block, nothing is requested, nothing is written.
 import { $, tell } from "./dom.js";
 import { backend, fetchDoc } from "./net.js";
-import { FLAGS, pieces, putNode, putRound, putTokens, store, texts } from "./store.js";
+import { FLAGS, occurrences, pieces, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
 
 /** The places where a text occurs in the nodes, as the server finds them. @param {string} q */
 function findIn(q) {
-  const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
   const found = [];
-  for (const node of q ? store.nodes.values() : []) {
+  for (const node of store.nodes.values()) {
     const begin = Math.max(0, node.at - 4 * q.length); // a match may begin in the text before
     const words = texts(pieces(node.id, null).filter(({ to }) => to > begin).flatMap(({ id, from, to }) => {
       const { at, tokens } = /** @type {any} */ (store.nodes.get(id));
       return tokens.pieces.slice(Math.max(from, begin) - at, to - at);
     }));
-    const text = words.join(""), start = words.slice(0, node.at - begin).join("").length;
-    const tokenAt = (/** @type {number} */ place) => {
-      let i = 0;
-      for (let sum = words[0].length; sum <= place; sum += words[i].length) i++;
-      return begin + i;
-    };
-    for (const { index, 0: { length } } of text.matchAll(wanted)) {
-      const end = index + length;
-      if (end > start) found.push({ node: node.id, at: tokenAt(index), last: tokenAt(end - 1), text: text.slice(Math.max(0, index - 30), end + 30) });
+    for (const [first, last, place] of occurrences(words, q)) {
+      const text = words.join("").slice(Math.max(0, place - 30), place + q.length + 30);
+      if (begin + last >= node.at) found.push({ node: node.id, at: begin + first, last: begin + last, text });
     }
   }
   return { found: found.slice(0, 200), more: found.length > 200 };

@@ -8,7 +8,7 @@ import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 
 const CACHED_TOPS = 2000;
 
-const NUMBERS = ["ids", "lp", "h", "rk"];
+const NUMBERS = ["ids", "lp", "h", "rk", "al"];
 
 /** Numbers of tokens in typed arrays that grow; unknown ones are NaN. */
 export class Tokens {
@@ -18,7 +18,7 @@ export class Tokens {
     /** @type {Piece[]} */ this.pieces = [];
     /** @type {string[]} */ this.src = [];
     const column = () => new Float32Array(size).fill(NaN);
-    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column();
+    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column(), this.al = column();
   }
 
   grow(/** @type {number} */ n) {
@@ -41,7 +41,7 @@ export class Tokens {
     this.version++;
     for (let i = 0; i < from.ids.length; i++) {
       const same = this.ids[at + i] === from.ids[i]; // keep numbers that an event brought before this older answer
-      for (const name of NUMBERS) this[name][at + i] = from[name][i] ?? (same ? this[name][at + i] : NaN);
+      for (const name of NUMBERS) this[name][at + i] = from[name]?.[i] ?? (same ? this[name][at + i] : NaN);
       this.pieces[at + i] = from.text[i];
       this.src[at + i] = from.src[i] ?? "";
     }
@@ -68,10 +68,10 @@ export const FLAGS = { deleted: 1, rounds: 2, bookmark: 4, note: 8 };
 
 const SETTINGS = "llamabranch"; // the name of the settings in the browser's storage
 
-/** The settings that this browser keeps: theme, widths of the panes, font. @returns {Loose} */
-function keptSettings() {
+/** What this browser keeps: settings, and what is being typed in this tab. @param {() => Storage} storage @returns {Loose} */
+function keptIn(storage) {
   try {
-    return JSON.parse(localStorage.getItem(SETTINGS) ?? "{}") ?? {};
+    return JSON.parse(storage().getItem(SETTINGS) ?? "{}") ?? {};
   } catch { // it is blocked
     return {};
   }
@@ -86,7 +86,8 @@ export const store = {
   /** @type {number | null} null: to the end of the node, also when it grows */ end: null,
   revision: 0,
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
-  settings: keptSettings(),
+  settings: keptIn(() => localStorage),
+  /** what is typed in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 
@@ -96,11 +97,27 @@ export function keepSetting(name, value) {
   try {
     localStorage.setItem(SETTINGS, JSON.stringify(store.settings));
   } catch {} // it is blocked: the setting holds until the page is left
-  redraw(["state", "minimap", "legend"]);
+  redraw(["state", "legend"]);
+}
+
+/** Keep what is typed in a box in this tab, until it is kept or discarded. Returns whether the browser keeps it.
+ * @param {string} name @param {Loose | null} draft */
+export function keepDraft(name, draft) {
+  if (!draft !== !store.drafts[name]) redraw(["state"]);
+  if (draft) store.drafts[name] = draft;
+  else delete store.drafts[name];
+  try {
+    sessionStorage.setItem(SETTINGS, JSON.stringify(store.drafts));
+    return true;
+  } catch {
+    return false;
+  }
 }
 
 /** What the reader looks at: the cursor and the token under the mouse as positions; -1 = no token. */
-export const view = { cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
+export const view = { sought: "", /** @type {number[]} the match that was gone to, as positions */ match: [-1, -1], cursor: -1, hover: -1, ghosts: false, typingAt: -1, limit: 320,
+  /** the end of a branch that is shown beside the text, and whether the mouse is in it
+   * @type {string | null} */ beside: null, side: false,
   /** where the reader continues after a new branch: the inspector and the arrow keys begin there */ reading: -1,
   /** @type {Set<string>} thoughts that are unfolded */ unfolded: new Set() };
 
@@ -125,8 +142,8 @@ export function select(id, to = null) {
   if (store.current == null) redraw(["state"]); // leave the first screen
   Object.assign(store, { current: node, end });
   hush();
-  look({ cursor: -1, hover: -1, reading: -1 });
-  redraw(["place", "tree", "live", "minimap", "legend"]);
+  look({ cursor: -1, hover: -1, reading: -1, typingAt: -1 });
+  redraw(["place", "tree", "live", "legend"]);
 }
 
 /** @param {Loose} from a node as the server sends it */
@@ -145,7 +162,7 @@ export function putNode(from) {
 
 /** Take a whole document; tokens that are known stay. @param {Loose} doc */
 export function putDoc(doc) {
-  const old = store.nodes;
+  const old = doc.boot === store.doc.boot ? store.nodes : new Map(); // another process may give a name to another text
   store.nodes = new Map();
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
@@ -165,10 +182,13 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} node */
-export function putFacts({ id, seed, sampling, stop, max_tokens, grammar, json_schema, read, cached, note }) {
-  const node = store.nodes.get(id);
-  if (node) Object.assign(node, { seed, sampling, stop, max_tokens, grammar, json_schema, note }, read == null ? {} : { read, cached });
+const FACTS = ["seed", "sampling", "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
+  "window", "note"];
+
+/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} from */
+export function putFacts(from) {
+  const node = store.nodes.get(from.id), names = from.read == null ? FACTS : [...FACTS, "read", "cached"];
+  if (node) Object.assign(node, Object.fromEntries(names.map((name) => [name, from[name]])));
 }
 
 function hide(/** @type {string} */ id) {
@@ -300,14 +320,26 @@ export const texts = (/** @type {Piece[]} */ all) => wholeCharacters(all.map((pi
 export const pieceText = (piece) => Array.isArray(piece) && texts([piece])[0].includes("\ufffd")
   ? piece.map((byte) => byte < 128 ? String.fromCharCode(byte) : "\\x" + byte.toString(16)).join("") : texts([piece])[0];
 
+/** Where a text occurs in consecutive texts: its first and last one, and its place in all of them joined. @param {string[]} words @param {string} q
+ * @returns {Generator<[number, number, number]>} */
+export function* occurrences(words, q) {
+  const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
+  let i = 0, end = words[0]?.length ?? 0; // of word i
+  const at = (/** @type {number} */ place) => {
+    while (end <= place) end += words[++i].length;
+    return i;
+  };
+  for (const { index, 0: { length } } of q ? words.join("").matchAll(wanted) : []) yield [at(index), at(index + length - 1), index];
+}
+
 /** The state of the page, the most pressing first. @param {{session: boolean, connected: boolean}} net */
 export function stateOf(net) {
   const { doc, jobs } = store;
   const running = [...jobs.values()].filter((job) => job.state === "running");
   /** @type {Record<string, any>} */ const states = {
-    "no-session": !net.session, "connection-lost": !net.connected, "disk-error": doc.file.error,
+    "no-session": !net.session, "connection-lost": !net.connected,
     "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
-    generating: running.length, "read-only": doc.file.read_only,
+    generating: running.length, "disk-error": doc.file.error, "read-only": doc.file.read_only,
   };
   return Object.keys(states).find((name) => states[name]) ?? "ready";
 }

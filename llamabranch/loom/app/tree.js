@@ -1,5 +1,5 @@
 // @ts-check
-// The tree: stretches without forks as rows of a pool, the minimap.
+// The tree: stretches without forks as rows of a pool.
 import { $, attribute, clip, h, label, later, redraw, set } from "./dom.js";
 import { binOf, lens } from "./lenses.js";
 import { fetchPath } from "./net.js";
@@ -12,15 +12,18 @@ import { FLAGS, holder, select, store, texts } from "./store.js";
  * @property {number} from @property {number} to positions in the path @property {number} level
  * @property {Segment | null} parent @property {Segment[]} children */
 
-const ROW = matchMedia("(pointer: coarse), (max-width: 600px)").matches ? 44 : 34; // px, as in app.css
+const [LOW, HIGH] = matchMedia("(pointer: coarse), (max-width: 600px)").matches ? [44, 60] : [34, 54]; // px: rows of one and two lines
+const FEW = 24; // up to so many rows have two lines
 const POOL = 80;
 const WORDED = 48; // tokens that the words of a row are made of
+const NEIGHBOURS = 50; // that a row's words are compared with
 const TOLD = 20; // the list of nodes has at least this many first characters of each text
 /** @type {Set<string>} */ const closed = new Set();
 /** @type {Segment[]} */ let roots = [];
 /** @type {Segment[]} */ let rows = [];
 /** @type {Map<string, Segment[]>} */ let byNode = new Map();
 let built = -1; // the revision that the rows show
+let high = LOW; // px of a row
 
 /** Cut the nodes into segments. */
 function build() {
@@ -84,7 +87,6 @@ function update() {
     built = store.revision;
     build();
     unfold();
-    redraw(["minimap"]);
   }
   for (const id of store.grown) {
     const node = store.nodes.get(id), segment = byNode.get(id)?.at(-1);
@@ -144,33 +146,69 @@ function step(/** @type {number} */ by) {
   if (next) goTo(next);
 }
 
-/** The text that a row begins with, at most up to the next fork. @param {Segment} segment */
-function wording({ parts, from, to }) {
-  for (const { turns, tokens, at } of from === 0 ? parts : []) { // a conversation: its first question
-    const said = (/** @type {any[]} */ [role, , begin]) => role === "user" && begin >= Math.max(from, at) && begin < to;
-    const [, , begin, end] = turns?.find(said) ?? [];
-    if (begin == null || tokens.n <= begin - at) continue;
-    return texts(tokens.pieces.slice(begin - at, Math.min(end ?? to, to, begin + WORDED) - at)).join("");
+/** The turn of a chat at a position of a node's text. @param {Node | null | undefined} node @param {number} position @returns {any[]} */
+function turnOf(node, position) {
+  for (; node; node = store.nodes.get(node.parent ?? "")) {
+    const turn = node.turns?.findLast((/** @type {any[]} */ [, at]) => at <= position);
+    if (turn) return turn;
   }
+  return [];
+}
+
+/** Who says what a row's words are made of, and where that is: in a chat the first message, in its first row the question.
+ * @param {Segment} segment @returns {{role: string, from: number, to: number}} */
+function message({ parts, from, to }) {
+  const inside = parts.flatMap(({ turns }) => turns ?? []).filter(([, at]) => at > from && at < to);
+  const turns = [turnOf(parts[0], from), ...inside];
+  const said = turns.map(([role = "", , begin = from, end = to], i) =>
+    ({ role, from: Math.max(from, begin), to: Math.min(to, end ?? to, turns[i + 1]?.[1] ?? to) })).filter((each) => each.to > each.from);
+  return (from === 0 && said.find(({ role }) => role === "user")) || (said[0] ?? { role: turns[0][0] ?? "", from: to, to });
+}
+
+/** @typedef {{role: string, words: string}} Wording */
+/** @type {WeakMap<Segment, Wording & {key: string}>} */ const wordings = new WeakMap();
+
+/** The words that a row begins with, at most up to the next fork, and who says them. @param {Segment} segment @returns {Wording} */
+function wording(segment) {
+  const key = `${segment.to} ${segment.parts.slice(0, 9).map(({ tokens }) => tokens.version)}`, before = wordings.get(segment);
+  if (before?.key === key) return before;
+  const { role, from, to } = message(segment);
   /** @type {import("./store.js").Piece[]} */ const pieces = [];
   let isCut = false;
-  const isTalk = parts.some(({ turns }) => turns?.length); // leave out the template's own tokens
-  for (const { tokens, text, at, n, turns } of parts) {
+  for (const { tokens, text, at, n } of segment.parts) {
     const begin = Math.max(0, from - at), end = Math.min(n, to - at, begin + WORDED);
-    if (tokens.n < end && begin === 0 && end === n) { // without tokens: take the text from the list of nodes
+    if (end <= begin) continue;
+    if (tokens.n < end && begin === 0 && end === Math.min(n, WORDED)) { // without tokens: take the text from the list of nodes
       pieces.push(text);
-      isCut = [...text].length >= TOLD;
+      isCut = end < n || [...text].length >= TOLD;
       break;
     }
-    pieces.push(...tokens.pieces.slice(begin, end).filter((piece, i) => !isTalk || (typeof piece === "string" || Array.isArray(piece))
-      && !turns?.some((/** @type {any[]} */ [, a, b]) => at + begin + i >= a && at + begin + i < b)));
+    pieces.push(...tokens.pieces.slice(begin, end).filter((piece) => !role || typeof piece === "string" || Array.isArray(piece)));
     isCut = tokens.n < end || end < Math.min(n, to - at);
     if (isCut || pieces.length >= WORDED) break;
   }
   const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
   while (isInside(pieces[0])) pieces.shift();
-  const said = texts(pieces).join("").replace(/\ufffd+$/, ""), words = isTalk ? said.trim() : said;
-  return (isCut ? clip(words, words.length - 1) : words) || "…"; // the last character may be incomplete
+  const said = texts(pieces).join("").replace(/\ufffd+$/, "");
+  const found = { key, role, words: (isCut ? clip(said, said.length - 1) : said).trimStart() }; // the last character may be incomplete
+  wordings.set(segment, found);
+  return found;
+}
+
+/** What a row says: from the first word on that none of its neighbours has there. @param {Segment} segment @param {Segment[]} family
+ * @param {number} place in the family @returns {Wording} */
+export function heading(segment, family, place) {
+  const { role, words } = wording(segment);
+  let same = 0;
+  for (const other of family.slice(Math.max(0, place - NEIGHBOURS), place + NEIGHBOURS)) {
+    const { words: theirs } = other === segment ? { words: "" } : wording(other);
+    let i = 0;
+    while (i < words.length && words[i] === theirs[i]) i++;
+    if (i < words.length) same = Math.max(same, i);
+  }
+  const word = words.slice(0, same).match(/\S*$/)?.[0].length ?? 0;
+  const cut = word > 24 ? clip(words, same).length : same - word; // a script without spaces
+  return { role, words: cut ? `… ${words.slice(cut).trimStart()}` : words };
 }
 
 /** Mean bin of a segment and where its worst token is, in the current lens. @param {Segment} segment */
@@ -196,9 +234,11 @@ function strip({ first, parts, from, to }) {
   return { bin: known ? Math.round(sum / known) : -1, worst };
 }
 
+const ROLES = { user: "You", assistant: "Model", tool: "Tool", system: "System" };
+
 /** A row of the pool. */
 function makeRow() {
-  const row = h("div", { role: "treeitem", class: "row" }, h("span", { class: "twist" }), h("span", { class: "words" }),
+  const row = h("div", { role: "treeitem", class: "row" }, h("span", { class: "twist" }), h("span", { class: "words", dir: "auto" }),
     h("span", { class: "strip" }));
   row.onclick = (/** @type {MouseEvent} */ event) => {
     const segment = rows[Number(row.dataset.row)];
@@ -213,7 +253,8 @@ function makeRow() {
 /** @param {any} row @param {Segment} segment @param {number} place @param {Segment | undefined} chosen */
 function drawRow(row, segment, place, chosen) {
   const { node, children, level } = segment;
-  const family = segment.parent?.children ?? roots;
+  const family = segment.parent?.children ?? roots, among = family.indexOf(segment);
+  const { role, words: said } = heading(segment, family, among);
   const isClosed = closed.has(segment.key);
   const [, words, line] = row.children;
   const { bin, worst } = strip(segment);
@@ -221,13 +262,14 @@ function drawRow(row, segment, place, chosen) {
     + (isClosed ? `  ${children.length}` : "");
   const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // rounded, so that most new tokens change no style
   set(row, {
-    hidden: false, "--top": `${place * ROW}px`, "--level": String(Math.min(level - 1, 14)),
+    hidden: false, "--top": `${place * high}px`, "--level": String(Math.min(level - 1, 14)),
     id: `row-${place}`, "data-row": place, "data-node": node.id, "aria-level": level,
-    "aria-posinset": family.indexOf(segment) + 1, "aria-setsize": family.length, "aria-selected": segment === chosen ? "true" : "false",
+    "aria-posinset": among + 1, "aria-setsize": family.length, "aria-selected": segment === chosen ? "true" : "false",
     "aria-expanded": children.length ? String(!isClosed) : null,
     class: `row${node.reason === "running" ? " running" : ""}`,
   });
-  set(words, { textContent: label(clip(wording(segment).trimStart(), 80)) || "…", "data-marks": marks.trim() || null });
+  set(words, { textContent: label(clip(said, high === HIGH ? 160 : 80)) || "…", "data-marks": marks.trim() || null,
+    "data-role": /** @type {Record<string, string>} */ (ROLES)[role] ?? null });
   set(line, { class: `strip b${bin < 0 ? "x" : bin}`, "--worst": worst < 0 ? "-9px" : steps(100 * worst),
     "--length": steps(Math.min(100, 8 + 14 * Math.log2(1 + segment.to - segment.from))) });
 }
@@ -245,15 +287,17 @@ function drawTree() {
     unfold();
     place = rows.indexOf(chosen);
   }
-  pool.style.height = `${rows.length * ROW}px`;
+  high = rows.length <= FEW ? HIGH : LOW;
+  box.classList.toggle("tall", high === HIGH);
+  pool.style.height = `${rows.length * high}px`;
   if (chosen?.key !== shownRow && place >= 0) {
     const height = box.clientHeight;
-    if (place * ROW < box.scrollTop) box.scrollTop = place * ROW;
-    else if ((place + 1) * ROW > box.scrollTop + height) box.scrollTop = (place + 1) * ROW - height;
+    if (place * high < box.scrollTop) box.scrollTop = place * high;
+    else if ((place + 1) * high > box.scrollTop + height) box.scrollTop = (place + 1) * high - height;
     shownRow = chosen?.key;
   }
-  const begin = Math.max(0, Math.floor(box.scrollTop / ROW) - 2);
-  const count = Math.min(POOL, Math.ceil(box.clientHeight / ROW) + 4, Math.max(0, rows.length - begin));
+  const begin = Math.max(0, Math.floor(box.scrollTop / high) - 2);
+  const count = Math.min(POOL, Math.ceil(box.clientHeight / high) + 4, Math.max(0, rows.length - begin));
   while (pool.children.length < count) pool.append(makeRow());
   for (let i = 0; i < pool.children.length; i++) {
     const row = pool.children[i];
@@ -269,37 +313,8 @@ function drawTree() {
   });
 }
 
-/** The whole tree from left to right, by tokens; a click goes there. */
-function drawMinimap() {
-  update();
-  const canvas = $("minimap");
-  const { clientWidth: width, clientHeight: height } = canvas;
-  const scale = devicePixelRatio;
-  if (!width || !height) return;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  const pen = canvas.getContext("2d");
-  const style = getComputedStyle(canvas);
-  const longest = rows.reduce((most, { to }) => Math.max(most, to), 1);
-  const high = (canvas.height - 2) / Math.max(1, rows.length);
-  const chosen = segmentOf(store.current);
-  rows.forEach((segment, i) => {
-    pen.fillStyle = segment === chosen ? style.accentColor : style.color;
-    pen.globalAlpha = segment === chosen ? 1 : 0.45;
-    const left = (segment.from / longest) * (canvas.width - 4);
-    const wide = ((segment.to - segment.from) / longest) * (canvas.width - 4);
-    const thick = Math.max(segment === chosen ? 3 : 1, Math.min(4, high - 1));
-    pen.fillRect(left, i * high, Math.max(2, wide - scale), thick);
-  });
-}
-
 export function startTree() {
   $("tree").addEventListener("scroll", () => redraw(["tree"]), { passive: true });
-  new ResizeObserver(() => redraw(["tree", "minimap"])).observe($("tree-pane"));
-  $("minimap").onclick = (/** @type {MouseEvent} */ event) => {
-    const place = Math.floor((event.offsetY / $("minimap").clientHeight) * rows.length);
-    if (rows[place]) goTo(rows[place]);
-  };
-  const calm = later(100);
-  return { tree: drawTree, minimap: () => calm(drawMinimap) };
+  new ResizeObserver(() => redraw(["tree"])).observe($("tree-pane"));
+  return drawTree;
 }

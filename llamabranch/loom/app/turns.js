@@ -53,7 +53,8 @@ function answer(c, { begin, end }, put) {
     from = Math.min(stop, end);
     if (kind === "call") put(start, from, stop > end ? {} : { kind, title: calls.map(called).join("; ") }); // a call that is cut off is drawn as text
     else {
-      const title = (kind === "thinking" || stop > end ? "Thinking … " : "Thought, ") + plural(from - start, "token");
+      const isOpen = kind === "thinking" || stop > end, runs = store.nodes.get(ownerOf(c, c.n - 1) ?? "")?.reason === "running";
+      const title = `${!isOpen ? "Thought," : runs ? "Thinking …" : "Thought, cut at"} ${plural(from - start, "token")}`;
       put(start, from, { kind: "thought", key: `${ownerOf(c, start)}:${start}`, title });
     }
   }

@@ -1,21 +1,21 @@
 // @ts-check
 // Writing: the model continues, or one types in a box of the text: what follows, an edit, a turn of a chat.
-import { $, h, plural, tell } from "./dom.js";
+import { $, fill, h, plural, tell } from "./dom.js";
 import { act } from "./net.js";
-import { look, select, store, view } from "./store.js";
-import { place, shownPath } from "./text.js";
-import { isChat } from "./turns.js";
+import { keepDraft, look, select, store } from "./store.js";
+import { segmentOf } from "./tree.js";
+import { attend, place, shownPath, steady } from "./text.js";
+import { isChat, turnAt } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, isAnswered, mode, selected, whereTo } from "./where.js";
-import { showPane } from "./panes.js";
+import { exported, mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {
   const at = fields.at ?? place(), node = selected();
-  if (!node) return;
-  if (fields.at == null && isAnswered()) return reply();
+  if (!node) return $("begin").focus();
   const resume = node.reason === "interrupted" && at === node.at + node.n; // as if it had not been interrupted
   const kind = mode();
+  attend(at);
   const answer = await act("continue", { node: store.current, at, ...barOf(kind), resume, ...fields });
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
@@ -24,46 +24,147 @@ export async function go(fields = {}) {
   return answer;
 }
 
-/** What Ctrl+Enter and Escape do in a box. @param {any} box @param {() => void} submit @param {() => void} [leave] */
-export function onSubmit(box, submit, leave = () => {}) {
-  box.onkeydown = (/** @type {KeyboardEvent} */ event) => {
-    if (event.key === "Escape") leave();
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
+/** @typedef {{kind: "type" | "edit" | "reply" | "turn", node: string, end: number | null, at: number, turn?: number, doc?: string,
+ *   text?: string, caret?: number, role?: string, open?: boolean}} Draft what is typed in a box, and where: `at` is where it begins */
+
+/** The box that is open. @type {{place: string, text: any, save: () => void, keep: (more: boolean) => Promise<any>, park: () => void} | null} */
+export let opened = null;
+
+const nowAt = () => `${store.current} ${store.end}`; // the name of the draft of the place that is shown
+const MOST = 100_000; // characters of a box that something is pasted into: with more of them a browser is slow
+
+/** What Ctrl+Enter and Escape do in a box. @param {any} where @param {() => void} submit @param {() => void} [leave] */
+export function onSubmit(where, submit, leave = () => {}) {
+  where.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+    const does = event.isComposing ? null : event.key === "Escape" ? leave
+      : event.key === "Enter" && (event.ctrlKey || event.metaKey) ? submit : null;
+    if (!does) return;
+    event.preventDefault();
+    does();
   };
 }
 
-/** Open a box to write in. @param {{at: number, label: string, value?: string, edit?: boolean, roles?: string[],
- *   keep: (text: string, role: string) => Promise<any>, verb?: string, note?: string}} what `at`: the text is shown up to there */
-function openBox({ at, label: title, value = "", edit = false, roles = [], keep: kept, verb = "Continue", note = "" }) {
-  if (view.typingAt >= 0 || exported() || document.documentElement.dataset.state === "read-only") return;
+/** Keep in this tab what is typed in a field. @param {any} field @param {string} name of the draft @param {any} wrong says what is wrong
+ * @param {() => Record<string, any> | null} [draft] what is kept besides; null: nothing */
+export function keepTyped(field, name, wrong, draft = () => (field.value ? {} : null)) {
+  const save = () => {
+    const facts = draft();
+    const isKept = keepDraft(name, facts && { doc: store.doc.file.name, open: true, ...facts, text: field.value, caret: field.selectionStart });
+    if (!isKept) wrong.textContent = "The browser cannot keep a text of this length: it is lost with the tab until you keep it here.";
+  };
+  field.addEventListener("input", save);
+  field.onbeforeinput = (/** @type {InputEvent} */ event) => {
+    const pasted = event.data?.length ?? 0, n = field.value.length + pasted;
+    if (n <= MOST || pasted < 1000) return;
+    event.preventDefault();
+    wrong.textContent = `A box takes ${plural(MOST, "character")}; with this it would have ${plural(n, "character")}. Import a file instead (E).`;
+  };
+  return save;
+}
+
+/** Open a box to write in. An edit is in the place of the text. @param {Omit<Draft, "node" | "end"> & Partial<Draft>} what
+ * @param {boolean} [focuses] */
+function openBox(what, focuses = true) {
+  if (opened || exported() || !$("empty").hidden) return;
+  if (document.documentElement.dataset.state === "read-only") return tell("This document is read-only.");
   showPane("text");
-  const box = h("textarea", { rows: 3, spellcheck: false, value, "aria-label": title });
-  const role = h("select", { "aria-label": "Role" }, roles.map((each) => h("option", { value: each }, each)));
-  const close = () => {
-    look({ typingAt: -1 });
+  const draft = { node: store.current, end: store.end, ...what }, { kind, at } = draft, c = shownPath(), turn = c.turns[draft.turn ?? -1], isEdit = kind === "edit" || kind === "turn";
+  const was = isEdit ? c.text.slice(at, turn?.end).join("") : "", speaker = turn?.role ?? "";
+  const words = kind === "type" ? `Type ${whereTo()}` : kind === "reply" ? "Reply" : kind === "edit" ? "Edit from this line on"
+    : speaker === "assistant" ? "Edit the answer" : `Edit what the ${speaker} says`;
+  const verb = kind === "reply" ? "Send" : kind !== "turn" ? "Continue" : speaker === "assistant" ? "Continue it" : "Ask again";
+  const roles = kind === "reply" ? store.doc.model?.chat?.roles ?? ["user"] : [], place = nowAt();
+  const text = h("textarea", { spellcheck: false, dir: "auto", value: draft.text ?? was, "aria-label": words });
+  const role = h("select", { "aria-label": "Role" }, roles.map((/** @type {string} */ value) => h("option", { value }, value)));
+  const wrong = h("p", { class: "wrong", role: "alert" });
+  const note = kind === "turn" && speaker === "assistant" ? "" : controlNote(!isChat(c));
+  const remove = () => steady(() => {
+    opened = null;
     form.remove();
-    $("text").focus();
+    $("columns").classList.remove("editing");
+    look({ typingAt: -1 });
+  });
+  const close = () => {
+    keepDraft(place, null);
+    remove();
+    $("text").focus({ preventScroll: true });
   };
   const keep = async (/** @type {boolean} */ more) => {
-    if (!edit && !box.value) return close();
-    const answer = await kept(box.value, role.value);
+    if (text.value === was && !(more && isEdit)) return close();
+    fill(wrong);
+    text.readOnly = true;
+    const isTurn = kind === "turn" || kind === "reply", where = kind === "turn" ? { turn: draft.turn } : { at, edit: kind === "edit" };
+    const answer = await act(isTurn ? "chat" : "type", { node: draft.node, text: text.value, ...where, ...(roles.length && { role: role.value }) }, undefined, wrong);
+    text.readOnly = false;
     if (!answer) return;
     close();
-    select(answer.node.id, answer.same ? answer.at ?? null : null);
+    steady(() => select(answer.node.id, answer.same ? answer.at ?? null : null));
     if (more) return go();
     look({ reading: Math.min(answer.node.at, shownPath().n - 1) }); // arrow keys start at the first new token
   };
-  const form = h("div", { class: "typing" }, h("p", { class: "row dim" }, title, roles.length > 1 && role), box,
-    note && h("p", { class: "dim note" }, note), h("p", { class: "row" },
+  const form = h("div", { class: `typing ${isEdit ? "inplace" : ""} ${turn ? `turn said by-${speaker} last` : ""}` }, text,
+    h("div", { class: "foot" }, wrong, h("p", { class: "row" }, h("span", { class: "dim" }, words), roles.length > 1 && role,
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
-      h("button", { type: "button", onclick: () => keep(false) }, "Keep ", h("kbd", {}, "Esc")),
-      h("button", { type: "button", onclick: close }, "Discard")));
-  onSubmit(box, () => keep(true), () => keep(false));
+      h("button", { type: "button", onclick: () => keep(false) }, "Keep as a branch ", h("kbd", {}, "Esc")),
+      h("button", { type: "button", onclick: close }, "Discard")), note && h("p", { class: "note" }, note)));
+  const save = keepTyped(text, place, wrong, () => (text.value === was ? null : { ...draft, role: role.value }));
+  const park = () => {
+    save();
+    if (store.drafts[place]) keepDraft(place, { ...store.drafts[place], open: false });
+    remove();
+  };
+  onSubmit(form, () => keep(true), () => keep(false));
+  opened = { place, text, save, keep, park };
   $("turn-tools").hidden = true;
-  look({ typingAt: at });
-  $("after").prepend(form);
-  box.focus();
-  form.scrollIntoView({ block: "nearest" });
+  steady(() => {
+    look({ typingAt: at });
+    $("columns").classList.toggle("editing", isEdit);
+    $("after").prepend(form);
+  });
+  if (draft.role) role.value = draft.role;
+  text.setSelectionRange(draft.caret ?? text.value.length, draft.caret ?? text.value.length);
+  if (focuses) text.focus({ preventScroll: !draft.open });
+  if (!isEdit) form.scrollIntoView({ block: "nearest" });
+}
+
+/** Follow the reader: the box of another place is put away with its text, and one that was put away here is open again. */
+export function drawBox() {
+  if (opened && opened.place !== nowAt()) opened.park();
+  const draft = store.drafts[nowAt()], c = shownPath();
+  if (draft && !opened && document.documentElement.dataset.state !== "read-only" && c.missing < 0 && c.n >= draft.at) openBox(draft, draft.open);
+}
+
+/** Go where something was typed. @param {Record<string, () => any>} run @param {(draft: any) => any} is which draft */
+export function goToDraft(run, is) {
+  const [name, draft] = Object.entries(store.drafts).find(([, each]) => is(each)) ?? [];
+  if (draft?.node) select(draft.node, draft.end);
+  if (name === "begin") run.new();
+  if (name?.startsWith("note")) run.note();
+}
+
+/** After a reload: show where one was typing. A text whose place is gone is on the first screen. @param {Record<string, () => any>} run */
+export function reopen(run) {
+  const field = $("begin");
+  for (const id of ["begin", "system", "tools"]) $(id).value = store.drafts[id]?.text ?? "";
+  for (const [name, { node, doc, text }] of Object.entries(store.drafts)) {
+    if (node == null || (doc === store.doc.file.name && segmentOf(node))) continue;
+    field.value += (field.value && "\n\n") + text;
+    keepDraft(name, null);
+    keepDraft("begin", { text: field.value, caret: field.value.length, open: true });
+    tell("The place where you were typing is gone. Your text is here.");
+  }
+  goToDraft(run, ({ open }) => open);
+  const { caret = 0 } = store.drafts.begin ?? {};
+  field.setSelectionRange(caret, caret);
+}
+
+/** What is saved, and where. */
+export function savedSentence() {
+  const nodes = [...store.nodes.values()], { name, unsaved, error } = store.doc.file, typed = Object.keys(store.drafts).filter((each) => !["system", "tools"].includes(each)).length;
+  const n = nodes.reduce((sum, each) => sum + each.n, 0), there = nodes.length - (unsaved ?? 0);
+  return [`${plural(there, "text")}${unsaved || error ? "" : `, ${plural(n, "token")}`} ${there === 1 ? "is" : "are"} in ${name}`,
+    unsaved && `${plural(unsaved, "text")} ${unsaved === 1 ? "is" : "are"} only in memory`,
+    typed && `${typed === 1 ? "a text" : `${typed} texts`} you are typing ${typed === 1 ? "is" : "are"} kept in this tab`].filter(Boolean).join("; ") + ".";
 }
 
 /** What a box says about control tokens. @param {boolean} parsed */
@@ -73,28 +174,28 @@ export const controlNote = (parsed) => {
   return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
 };
 
-/** Type after a position, or edit all that follows. @param {number} at @param {boolean} edit */
-export function type(at, edit) {
-  const node = store.current, c = shownPath(), where = whereTo();
-  openBox({ at, label: edit ? "Edit what follows" : `Type ${where}`, value: edit ? c.text.slice(at).join("") : "", edit,
-    note: controlNote(!isChat(c)), keep: (text) => act("type", { node, at, text, edit }) });
-}
+/** Type after a position. @param {number} at */
+export const type = (at) => openBox({ kind: "type", at });
 
 /** Add a turn to the conversation. */
-export function reply() {
-  const node = store.current, at = place(), roles = store.doc.model?.chat?.roles ?? ["user"];
-  openBox({ at, label: "Reply", roles, verb: "Send", note: controlNote(false),
-    keep: (text, role) => act("chat", { node, at, text, role: role || "user" }) });
+export const reply = () => openBox({ kind: "reply", at: place() });
+
+/** Rewrite a turn of the conversation; the old one stays as a branch. @param {number} turn @param {number} [before] the caret */
+export function editTurn(turn, before) {
+  const c = shownPath(), { begin, end } = c.turns[turn] ?? {};
+  if (begin == null) return;
+  const [skipped, length] = [c.text.slice(0, begin), c.text.slice(begin, end)].map((all) => all.join("").length);
+  openBox({ kind: "turn", at: begin, turn, caret: before == null ? length : Math.max(0, Math.min(length, before - skipped)) });
 }
 
-/** Rewrite a turn of the conversation; the old one stays as a branch. @param {number} turn */
-export function editTurn(turn) {
-  const c = shownPath(), node = store.current, { role, begin, end } = c.turns[turn] ?? {};
-  if (role == null) return;
-  const isAnswer = role === "assistant";
-  openBox({ at: begin, label: isAnswer ? "Edit the answer" : `Edit what the ${role} says`, edit: true,
-    value: c.text.slice(begin, end).join(""), verb: isAnswer ? "Continue it" : "Ask again", note: isAnswer ? "" : controlNote(false),
-    keep: (text) => act("chat", { node, turn, text }) });
+/** Edit the text from the line of the caret on; in a chat, its turn. @param {number} before how many characters are before the caret */
+export function edit(before) {
+  const c = shownPath();
+  let i = 0;
+  for (let sum = 0; i < c.n && (sum += c.text[i].length) <= before; ) i++;
+  if (isChat(c)) return editTurn(turnAt(c, i), before);
+  while (i > c.control[0] && !c.text[i - 1].endsWith("\n")) i--;
+  openBox({ kind: "edit", at: i, caret: before - c.text.slice(0, i).join("").length });
 }
 
 /** Regenerate an answer. @param {number} turn */

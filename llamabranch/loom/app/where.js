@@ -1,6 +1,6 @@
 // @ts-check
-// Where the next action acts.
-import { $ } from "./dom.js";
+// Where the next action acts, and which pane is shown.
+import { $, check, redraw } from "./dom.js";
 import { store } from "./store.js";
 import { place, shownPath } from "./text.js";
 import { isChat } from "./turns.js";
@@ -31,3 +31,10 @@ export function whereTo() {
 }
 
 export const selected = () => store.nodes.get(store.current ?? "");
+
+/** Show one pane if the window is too narrow for all. @param {string} pane */
+export function showPane(pane) {
+  $("main").dataset.pane = pane;
+  check("panes", pane);
+  redraw(["tree", "text"]);
+}

@@ -183,13 +183,13 @@ function frame() {
   for (const part of parts) painters.get(part)?.();
 }
 
-/** Draw parts in the next frame, or, if it may wait, within 50 ms. @param {string[]} parts @param {boolean} [waits] */
+/** Draw parts in the next frame, or, if it may wait, as `pace` says. @param {string[]} parts @param {boolean} [waits] */
 export function redraw(parts, waits = false) {
   for (const part of parts) dirty.add(part);
   waited ||= waits;
   if (asked) return;
   if (!timer) busy(1);
-  const wait = waits ? gap - (performance.now() - last) : 0;
+  const wait = waits ? Math.max(gap, pace.least) - (performance.now() - last) : 0;
   if (wait > 0) return void (timer ||= window.setTimeout(() => (asked = requestAnimationFrame(frame)), wait));
   clearTimeout(timer);
   timer = 0;
@@ -204,10 +204,9 @@ export function hush() {
   $("status").textContent = "";
 }
 
-/** Say what went wrong, also in an open dialog. @param {string} message */
-export function warn(message) {
+/** Say what went wrong, also in an open dialog, or where one typed. @param {string} message @param {any} [box] */
+export function warn(message, box = document.querySelector("dialog[open] .wrong")) {
   tell(message);
-  const box = document.querySelector("dialog[open] .wrong");
   if (box) box.textContent = visible(message);
 }
 

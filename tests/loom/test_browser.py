@@ -578,7 +578,7 @@ def test_exported_file_works_from_disk_without_a_request(
         page.locator("#find").fill("fox")
         told(page, "#found", "[1-9]")
         page.locator("#text").press("d")
-        assert page.locator("#pair .figures").count() == 2
+        page.locator("#pair .figures").nth(1).wait_for()
 
 
 def test_imported_text_is_scored_and_hostile_text_runs_and_reorders_nothing(

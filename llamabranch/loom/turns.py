@@ -214,18 +214,20 @@ def write(
     n_prompt = len(full)
     if answer:
         full += model.tokenize(answer, add_special=False, parse_special=True)
-    words = [_word(model, token) for token in full]
-    places = common([_word(model, token) for token in before], words)
+    words, own = ([_word(model, token) for token in ids] for ids in (full, before))
+    places = common(own, words)
     at, skipped = places[-1]
     *_, last = talk.messages
-    end = (known[-1].end or len(before)) if known else 0
-    if known and known[-1].at <= at < end and last["role"] == "tool":
+    caller = next((turn for turn in known[::-1] if turn.role == "assistant"), None)
+    end = (caller.end or len(before)) if caller else 0
+    if caller and caller.at <= at < end and last["role"] == "tool":
         # The call before a tool's result stays as the model wrote it, even if the template would write
         # it in another way. The template's tokens go on where it ends the call's turn.
         other = [*talk.messages[:-1], {**last, "content": f"x{last['content']}"}]
         n = n_common(full, talk._replace(messages=other).tokens(model))
-        ends = [i for i in range(skipped, n) if model.is_eog(full[i])]
-        places += [(end, there) for there in ends[-1:]]
+        for there in [i for i in range(skipped, n) if model.is_eog(full[i])][-1:]:
+            more = common(own[end:], words[there:])
+            places += [(end + i, there + j) for i, j in more]
         at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
     stays = 0  # turns that end before the fork

@@ -330,6 +330,9 @@ def test_a_tools_result_keeps_the_call_as_the_model_wrote_it(page: Paged, spaces
     assert text.endswith(
         f"{call}<|im_end|>\n<|im_start|>tool\na fox<|im_end|>\n<|im_start|>assistant\n"
     )
+    # The answer to it may be opened again, and nothing before it changes.
+    off = page.grow(result["id"], thinking=False, max_tokens=3)
+    assert off["at"] == result["at"] + result["n"]
 
 
 def test_a_schema_runs_over_the_whole_answer(page: Paged) -> None:

@@ -64,7 +64,7 @@ class TextSettings(Struct, kw_only=True):
 
     seed: Seed | None = None
     sampling: SamplingFields | None = None
-    stop: list[str] = []
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
     grammar: str | None = None
     json_schema: dict[str, object] | None = None
     regex: str | None = None

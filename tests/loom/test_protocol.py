@@ -306,6 +306,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
             {"regex": "a", "choice": ["b"]},
             {"sampling": {"mirostat": 2}}, {"n": "many"}, {"seed": "x"}, {"sampling": {"top_p": 7}},
             {"grammar": "root ::= nothing"}, {"json_schema": {"type": "nonsense"}}, {"stop": 3},
+            {"stop": [""]},
         ]  # fmt: skip
         for fields in wrong:
             page.do("bar", 400, set={"text": fields})

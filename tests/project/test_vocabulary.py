@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
@@ -80,9 +79,3 @@ def test_what_can_be_asked_has_one_name_at_every_door() -> None:
     assert asked <= ChatOptions.__annotations__.keys()
     for fields in (lb.Request, ChatFields):
         assert asked <= set(fields.__struct_fields__)
-
-
-def test_a_report_and_a_result_end_for_the_same_reasons() -> None:
-    """A test of each limit is in agents/test_agent.py: ``limit`` is then the finish reason."""
-    fields = {field.name for field in dataclasses.fields(lb.agents.Report)}
-    assert {"finish_reason", "limit"} <= fields

@@ -124,7 +124,7 @@ def _powered(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
 def _constrained(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
     with _as(root, COLD, seed) as branch:
         text = branch.generate(task.max_tokens, _stop(task), constraint=task.constraint).finish()
-    return {RULE: _of(task, text.text, text.stats.target_forward_passes)}
+    return {RULE: _of(task, text.text, text.stats.num_rounds)}
 
 
 METHODS: Sequence[tuple[Run, Sequence[str]]] = (

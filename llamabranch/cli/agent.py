@@ -25,6 +25,7 @@ _ENDS = {
     "length": "the answer has reached the limit of tokens",
     "capacity": "the context is full: -c sets a larger one",
     "turns": "the limit of turns is reached",
+    "repeats": "it only repeated calls",
 }
 
 
@@ -57,10 +58,13 @@ def agent(
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
         report = _show(console, run.stream(text))
-    names = "text", "finish_reason", "limit", "messages", "seed"
+    names = (
+        "text", "finish_reason", "limit", "messages", "seed",
+        "evaluated", "cached", "reread", "generated", "seconds", "tokens_per_second",
+    )  # fmt: skip
     calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
     answer = {name: getattr(report, name) for name in names}
-    console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
+    console.answer({**answer, "calls": calls})
     if report.finish_reason in _ENDS:
         console.note(_ENDS[report.finish_reason])
         raise typer.Exit(EXIT_FAILURE)

@@ -178,7 +178,7 @@ def _compare(
     if timed is None:
         return
     decodes, plain_decodes = (
-        results[0].stats.target_forward_passes for results in (timed.results, timed.plain_results)
+        results[0].stats.num_rounds for results in (timed.results, timed.plain_results)
     )
     show.line(
         f"{_times(timed.speed_up, timed.parting is None, 'text')} {decodes} decodes instead of "

@@ -690,6 +690,7 @@ class Choice:
             grammar=cast("Grammar | None", self.request.grammar),
             tools=self.job.tools,
             model=self.job.model.name,
+            record=self.job.record,
             pieces={} if logprobs is None else named_pieces(self.job.model, logprobs),
         )
 

@@ -166,7 +166,7 @@ class _Sequences:
             rows = ctx.decoder.decode(batch)
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
-            self._stats.decodes += ctx.decoder.n_decodes - before
+            self._stats.target_forward_passes += ctx.decoder.n_decodes - before
             self._stats.tokens_decoded += len(beams)
             return [self.scored(text) for text in texts]
 

@@ -35,11 +35,11 @@ class SearchStats:
     """The cost of a search.
 
     Attributes:
-        decodes: calls of llama_decode.
+        target_forward_passes: decodes, as in `EngineStats`.
         tokens_decoded: the tokens in these decodes.
     """
 
-    decodes: int = 0
+    target_forward_passes: int = 0
     tokens_decoded: int = 0
 
 

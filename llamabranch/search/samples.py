@@ -67,7 +67,7 @@ def sample(
         while client.has_unfinished:
             ended = [event.result for event in client.step() if event.result is not None]
             ended.sort(key=lambda text: text.sample)
-            stats.decodes = counted.target_forward_passes
+            stats.target_forward_passes = counted.target_forward_passes
             stats.tokens_decoded = client.n_decoded
             texts |= {text.sample: text for text in ended}
             for text in ended:

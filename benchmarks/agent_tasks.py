@@ -178,7 +178,7 @@ def main() -> None:
         reports = asyncio.run(run_all(ctx, tasks))
         seconds = time.perf_counter() - begun
         n_done = sum(is_done(task, report) for task, report in zip(tasks, reports, strict=True))
-        n_tokens = sum(report.stats.generated for report in reports)
+        n_tokens = sum(report.generated for report in reports)
         table(
             f"{title(ctx.model)}, temperature 0",
             ("done", "of", "tokens", "seconds"),

@@ -144,7 +144,7 @@ def _show(caption: str, settings: Settings, compared: Mapping[str, Series]) -> N
                 label,
                 pm(series.rate, 1),
                 pm(series.ratio(compared[PLAIN])),
-                number(stats.target_forward_passes / max(1, n_texts), 1) if of else "-",
+                number(stats.num_rounds / max(1, n_texts), 1) if of else "-",
                 percent(stats.draft_acceptance_rate),
                 f"{same} of {of}" if of else "-",
             )

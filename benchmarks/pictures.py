@@ -1,6 +1,6 @@
-"""Make the pictures of the documents: docs/demo.svg, docs/page.png and docs/draft.png.
+"""Make the pictures of the documents: docs/demo.svg, page.png, endings.png and draft.png.
 
-    python -m benchmarks.pictures [demo] [page] [draft]
+    python -m benchmarks.pictures [demo] [page] [endings] [draft] [--target MODEL]
 
 The demo's figures are those of the machine that records it. Its first line names the processor and the
 model, which is smollm2-135m if that is on this machine.
@@ -8,6 +8,7 @@ model, which is smollm2-135m if that is on this machine.
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -24,7 +25,12 @@ from .page import begin, open_page, ready
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = 80
-PROMPT = "The best thing about the sea is"
+QUESTION = 'How often does the letter r occur in "strawberry"?'
+PARAGRAPH = (
+    "The lighthouse keeper had not spoken to anyone for eleven days. On the twelfth, a boat came "
+    "out of the fog without a sail, without oars, and without a sound. He took his lamp, went down "
+    "to the water, and saw"
+)
 MOST_BYTES = 300_000
 # Rich's frame without its web font: a picture must not load anything.
 FRAME = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
@@ -34,13 +40,19 @@ FRAME = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DO
 
 def main() -> None:
     """Make the named pictures, or all."""
-    names = sys.argv[1:] or ["demo", "page", "draft"]
-    if "demo" in names:
+    described = argparse.ArgumentParser(description="the pictures of the documents")
+    described.add_argument("names", nargs="*", default=["demo", "page", "endings", "draft"])
+    described.add_argument("--target", default="qwen2.5-coder-1.5b", help="of page and endings")
+    given = described.parse_args()
+    if "demo" in given.names:
         _demo(DOCS / "demo.svg")
-    if "page" in names:
-        with open_page("smollm2-135m:Q8_0", scale=1.5) as page:
-            _fork(page)
-    if "draft" in names:
+    if "page" in given.names:
+        with open_page(given.target, "--draft", "none", scale=1.5) as page:
+            _pick(page)
+    if "endings" in given.names:
+        with open_page(given.target, "--draft", "none", scale=1.5) as page:
+            _endings(page)
+    if "draft" in given.names:
         with open_page("tale-target", "--draft-length", "4") as page:
             _draft(page)
 
@@ -66,25 +78,46 @@ def _demo(path: Path) -> None:
     print(path)
 
 
-def _fork(page: Any) -> None:
-    """Continue a prompt and fork at a token."""
-    begin(page, PROMPT)
-    page.locator(".shoot").nth(1).click()
+def _bar(page: Any, **values: str) -> None:
+    """Set fields of the bar on the first screen."""
+    page.locator("#bar-begin").click()
+    for name, value in values.items():
+        page.locator(f"dialog [name={name}]").fill(value)
+    page.locator("dialog button[value=keep]").click()
+
+
+def _pick(page: Any) -> None:
+    """Ask for a number, and let the model continue another number than its own."""
+    page.emulate_media(color_scheme="dark")
+    _bar(page, temperature="0", max_tokens="60")
+    page.locator("#begin").fill(QUESTION)
+    page.locator("#begin").press("Control+Enter")
+    page.locator("#empty").wait_for(state="hidden")
     ready(page)
-    page.locator("#text").press("End")
-    for _ in range(6):
-        page.locator("#text").press("ArrowLeft")
-    page.locator("[data-alternative]:not([aria-current])").first.click()
+    page.locator("#text [data-token]", has_text=re.compile(r"^ ?3$")).first.click()
+    page.locator("[data-alternative] .word", has_text=re.compile(r"^·?2$")).click()
+    ready(page)
+    page.locator("#text [data-token]", has_text=re.compile(r"^ ?2$")).first.click()
     _take(page, "page.png")
 
 
+def _endings(page: Any) -> None:
+    """Show three endings of one paragraph."""
+    page.locator("#mode input[value=text]").check(force=True)  # not a conversation
+    _bar(page, seed="3", max_tokens="40", stop="\\n")
+    begin(page, PARAGRAPH)
+    _take(page, "endings.png")
+
+
 def _draft(page: Any) -> None:
-    """Watch drafts: a small model drafts, the bundled model judges."""
-    begin(page, "The old king called his three sons and said")
-    page.locator("#lenses label", has_text="Source").click()
-    page.locator("#fold").click()
-    page.locator(".round").nth(4).wait_for()
+    """Let a small model draft, and show how the bundled model judges it."""
+    _bar(page, n="1", max_tokens="48")
+    page.locator("#begin").fill("The old king called his three sons and said")
+    page.locator("#begin").press("Control+Enter")
+    page.locator("#empty").wait_for(state="hidden")
     ready(page)
+    page.locator("#lenses input[value=source]").check(force=True)
+    page.locator("#fold").click()
     page.locator("#text").press("x")  # shows rejected tokens, too
     _take(page, "draft.png")
 

@@ -48,10 +48,9 @@ def main() -> None:
                 print(step.text, end="", flush=True)
             elif step.report is not None:
                 report = step.report
-        stats = report.stats
         print(f"\n\nended with {report.finish_reason!r} after {len(report.calls)} calls")
-        print(f"Tokens read: {stats.evaluated}, from the cache: {stats.cached}")
-        print(f"Tokens generated: {stats.generated}, read again: {stats.reread}")
+        print(f"Tokens read: {report.evaluated}, from the cache: {report.cached}")
+        print(f"Tokens generated: {report.generated}, read again: {report.reread}")
 
 
 if __name__ == "__main__":

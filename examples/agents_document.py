@@ -48,9 +48,9 @@ def main() -> None:
         notes = "\n".join(report.text for report in reports)
         summary = reader.run(f"Summarise these notes:\n{notes}")  # the contract is not read again
         print(f"\nSummary\n  {answer(summary)}\n")
-        stats = [report.stats for report in (*reports, summary)]
-        print(f"Tokens of all prompts: {sum(s.evaluated + s.cached for s in stats)}")
-        print(f"Read: {sum(s.evaluated for s in stats)}")
+        reports.append(summary)
+        print(f"Tokens of all prompts: {sum(s.evaluated + s.cached for s in reports)}")
+        print(f"Read: {sum(s.evaluated for s in reports)}")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ async def solve(ctx: lb.Context) -> None:
         votes = Counter(choice.parsed_or(None) for choice in report.choices)
         for answer, n in votes.most_common():
             print(f"{n} of 5: {answer or 'no answer'}")
-        print(f"Tokens read: {sum(choice.stats.evaluated for choice in report.choices)}")
-        async for step in solver.astream("And back?", after=report):  # continues the first sample
+        print(f"Tokens read: {sum(choice.evaluated for choice in report.choices)}")
+        async for step in solver.astream("And back?", history=report):  # continues the first sample
             if step.kind in ("call", "result"):
                 print(step.kind, step.name, step.text)
             elif step.report is not None:

@@ -46,12 +46,12 @@ def main() -> None:
 
         stats, drafting = engine.stats, engine.stats.speculative
         print("=" * 50 + "\nStatistics\n" + "=" * 50)
-        print(f"  Output tokens: {stats.generated_tokens}")
+        print(f"  Output tokens: {stats.generated}")
         print(f"  Tokens a second: {stats.tokens_per_second:.0f}")
         print(f"  Accept rate: {drafting.draft_acceptance_rate:.1%}")
         print(f"  Target forward passes: {stats.target_forward_passes}")
         print(f"  Draft forward passes: {stats.draft_forward_passes}")
-        print(f"  Prompt tokens shared: {stats.shared_prompt_tokens}")
+        print(f"  Prompt tokens shared: {stats.shared}")
         same = all(alone(target, result) == result.text for result in results)
         print(f"  Same texts as alone: {'yes' if same else 'no'}")
 

@@ -24,7 +24,7 @@ def main() -> None:
         with lb.Branch.start(ctx, PROMPT, grammar=grammar, temperature=0.0) as branch:
             for beams in (1, 8):
                 result = search.beam_search(branch, beams, 60, length_penalty=0.0)
-                print(f"{beams} beams, {result.stats.decodes} decodes:")
+                print(f"{beams} beams, {result.stats.target_forward_passes} decodes:")
                 for hypothesis in result.hypotheses[:3]:
                     print(f"  {hypothesis.logprob:8.2f} nats  {json.loads(hypothesis.text)}")
         best = math.exp(result.best.logprob - result.hypotheses[-1].logprob)

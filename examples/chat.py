@@ -31,7 +31,7 @@ def main() -> None:
         print()
         print(chat.tree())
         print(f"  Tokens of all prompts: {n_prompt}")
-        print(f"  Read: {n_prompt - chat.stats.cached_prompt_tokens}")
+        print(f"  Read: {n_prompt - chat.stats.cached}")
 
 
 if __name__ == "__main__":

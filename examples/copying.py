@@ -31,7 +31,7 @@ def main() -> None:
             stats, texts[name] = result.stats, result.text
             print(
                 f"{name:20}{stats.num_drafts:8}{stats.num_draft_tokens:9}"
-                f"{stats.num_accepted_tokens:10}{stats.target_forward_passes:9}"
+                f"{stats.num_accepted_tokens:10}{stats.num_rounds:9}"
                 f"{result.tokens_per_second:9.0f}"
             )
         same = len(set(texts.values())) == 1

@@ -39,7 +39,7 @@ def main() -> None:
         print(f"  Tokens accepted: {stats.num_accepted_tokens}")
         print(f"  Accept rate: {stats.draft_acceptance_rate:.1%}")
         print(f"  Output tokens: {len(drafted.tokens)}")
-        print(f"  Target decodes: {stats.target_forward_passes}")
+        print(f"  Target decodes: {stats.num_rounds}")
         print(f"  Tokens a round: {stats.mean_acceptance_length:.2f}")
         rates = ", ".join(f"{rate:.2f}" for rate in stats.conditional_rates_per_pos)
         print(f"  Acceptance rate by position in the draft: {rates}")

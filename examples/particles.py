@@ -38,7 +38,9 @@ def particles(root: lb.Branch, n: int, most: int, rng: np.random.Generator) -> d
         groups = resampled([new for group in groups for new in drawn(group, rng)], n, rng)
     weights: defaultdict[str, float] = defaultdict(float)
     for branch, k, weight, has_ended in groups:
-        weights[root.ctx.detokenize(branch.generated)] += has_ended * k * math.exp(weight) / n
+        weights[root.ctx.detokenize(branch.generated_tokens)] += (
+            has_ended * k * math.exp(weight) / n
+        )
     return weights
 
 

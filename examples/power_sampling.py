@@ -36,7 +36,7 @@ def power_sampling(
         rising = min(power, 1.0 + (power - 1.0) * 4 * i / most)
         groups = [new for group in groups for new in drawn(group, rising, stop, rng)]
         groups = resampled(groups, n, rising, rng)
-    texts = [root.ctx.detokenize(group.branch.generated).split(stop)[0] for group in groups]
+    texts = [root.ctx.detokenize(group.branch.generated_tokens).split(stop)[0] for group in groups]
     return list(zip(texts, [g.logprob for g in groups], shares(groups, power), strict=True))
 
 
@@ -52,7 +52,7 @@ def drawn(group: Group, power: float, stop: str, rng: np.random.Generator) -> li
         child.detach()
         if not (ends := child.ctx.model.is_eog(token)):
             child.commit(token)
-            ends = stop in child.ctx.detokenize(child.generated)
+            ends = stop in child.ctx.detokenize(child.generated_tokens)
         sums = group.logprob + logprobs[i], group.drawn + raised.logprobs[i]
         moved.append(Group(child, n, *sums, ends))
     group.branch.prune()

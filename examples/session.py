@@ -39,7 +39,7 @@ def main() -> None:
             stats = session.stats
             accepted = f"{stats.num_accepted_tokens}/{stats.num_draft_tokens}"
             print(
-                f"{name:22}{len(session.tokens):8}{stats.target_forward_passes:16}"
+                f"{name:22}{len(session.tokens):8}{stats.num_rounds:16}"
                 f"{accepted:>10}  {session.finish_reason}"
             )
         same = len({tuple(session.tokens) for session in sessions.values()}) == 1

@@ -221,11 +221,7 @@ class LlamaBranchWarning(UserWarning):
 
 
 class ContextLengthWarning(LlamaBranchWarning):
-    """Texts can become, or are, longer than the model was trained for."""
-
-
-class PerformanceWarning(LlamaBranchWarning):
-    """Decoding is much slower than it could be."""
+    """A text is longer than the model was trained for."""
 
 
 class CacheFolderWarning(LlamaBranchWarning):

@@ -49,7 +49,6 @@ def load(
     download: bool | None = None,
     verbose: bool = False,
     target: AnyContext | None = None,
-    batch_invariant: bool | str | None = None,
     **options: Unpack[LoadOptions],
 ) -> Context:
     """Load a model and create a context for it.
@@ -64,7 +63,6 @@ def load(
             its size is shown there first.
         target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
             target=ctx))``. Leave it out for a model that generates.
-        batch_invariant: the name of ``exact`` before 0.5.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
         options: options of the context and of the model. These are used most:
 
@@ -121,13 +119,7 @@ def load(
     )
     model = Model(path, progress=progress, **cast(ModelOptions, of_model))
     try:
-        return Context(
-            model,
-            owns_model=True,
-            target=target,
-            batch_invariant=batch_invariant,
-            **cast(ContextOptions, of_context),
-        )
+        return Context(model, owns_model=True, target=target, **cast(ContextOptions, of_context))
     except BaseException:
         model.close()
         raise

@@ -18,7 +18,7 @@ def check_alone(ctx: Context, request: Request, result: Result) -> None:
     params = (request.sampling or SamplingParams()).replace(seed=result.seed)
     with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
         text = "".join(t.text for t in branch.generate(request.max_tokens, request.stop))
-        expected = branch.generated, text, branch.finish_reason
+        expected = branch.generated_tokens, text, branch.finish_reason
     if result.finish_reason in ("cancelled", "capacity"):
         assert result.tokens == expected[0][: len(result.tokens)], (request, result)
     else:

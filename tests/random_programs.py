@@ -599,8 +599,8 @@ class User:
             answer = chat.send(self.random.choice(["Hello", "And then?"]))
         prompt, sampling, emitted = answer.prompt, chat.sampling, list[lb.Produced]()
         with self.checking(prompt, sampling, emitted, 0), closing(answer):
-            for produced in answer:
-                emitted.append(produced)
+            for event in answer:
+                emitted += [] if event.emitted is None else [event.emitted]
                 yield
 
     def chatting(self) -> Pieces:

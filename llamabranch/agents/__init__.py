@@ -9,6 +9,6 @@ threads.py   runs functions and event loops in threads of their own
 """
 
 from .agent import Agent
-from .report import AgentStats, Report, Step
+from .report import Report, Step
 
-__all__ = ["Agent", "AgentStats", "Report", "Step"]
+__all__ = ["Agent", "Report", "Step"]

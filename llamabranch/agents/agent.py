@@ -20,10 +20,8 @@ from ..errors import (
     ClosedError,
     ConfigError,
     GrammarError,
-    PerformanceWarning,
     ToolError,
     UnsupportedError,
-    warn,
 )
 from ..model import Message, chat_messages
 from ..model.thoughts import ThinkingChoice, plan_thinking, thinking_budget
@@ -39,6 +37,7 @@ from .turns import Turns
 
 T = TypeVar("T", default=object)
 Tasks = list[str] | tuple[str, ...]
+History = Sequence[Message] | Report
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _MOST_SAMPLES = 1000
 _LEAST_S = 0.001  # a limit of seconds
@@ -55,7 +54,8 @@ class Agent(Settings, Generic[T]):
 
     Args:
         target: a context, on which each call opens and closes an `AsyncEngine`; or a running
-            `AsyncEngine`.
+            `AsyncEngine`. The agent opens the context's prefix cache. With ``prefix_cache=False`` there
+            is none, and every turn reads its conversation again.
         messages: the beginning of every conversation: messages, or a text, which is the system message.
             If it ends with a user's message, the task is appended to that, after an empty line.
         tools: functions with annotated parameters, sync or async, bound methods, and other agents. The
@@ -89,10 +89,6 @@ class Agent(Settings, Generic[T]):
         ConfigError: a bad value, two tools with the same name, or parameters that cannot be described.
         UnsupportedError: the model has no chat template.
         ClosedError: the context is closed.
-
-    Warns:
-        PerformanceWarning: the context has no prefix cache, so every turn processes its conversation
-            again.
     """
 
     def __init__(
@@ -162,13 +158,7 @@ class Agent(Settings, Generic[T]):
             raise ConfigError(f"tools: {error.message}", hint=error.hint) from None
         prompt = turns.prompt(asked(self.messages, "x"))  # the template may refuse it
         plan_thinking(model, prompt, thinking, has_calls=bool(self.tools))
-        context.keep_prefixes()
-        if context.prefix_cache is None:
-            warn(
-                "this context keeps no prefixes: each turn of an agent reads its conversation again. "
-                "They need memory that can be cut, kv_unified=True and prefix_cache not False",
-                PerformanceWarning,
-            )
+        context.keep_prefixes(always=context.params.prefix_cache is not False)
         self.turns = turns
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -183,11 +173,11 @@ class Agent(Settings, Generic[T]):
     # -- four ways to run it -----------------------------------------------------------------------
 
     @overload
-    def run(self, task: str, n: int = 1, after: Report | None = None) -> Report[T]: ...
+    def run(self, task: str, n: int = 1, history: History = ()) -> Report[T]: ...
     @overload
-    def run(self, task: Tasks, n: int = 1, after: Report | None = None) -> list[Report[T]]: ...
+    def run(self, task: Tasks, n: int = 1, history: History = ()) -> list[Report[T]]: ...
     def run(
-        self, task: str | Tasks, n: int = 1, after: Report | None = None
+        self, task: str | Tasks, n: int = 1, history: History = ()
     ) -> Report[T] | list[Report[T]]:
         """Do a task, or several at the same time, and return a report, or a list of reports.
 
@@ -197,7 +187,11 @@ class Agent(Settings, Generic[T]):
         Args:
             task: what to do; a list gives a list of reports.
             n: how many samples of each task, with different seeds: ``report.choices``.
-            after: a report of this agent whose conversation is continued.
+            history: the conversation that the task continues: a report of any agent, or messages, such
+                as the ``messages`` of a report that were kept in a file. The agent's own messages come
+                first, unless the history begins with them; a system message of another agent is left
+                out. What is still in the cache is not read again; ``report.requests`` says what was,
+                and why.
 
         Raises:
             CacheFullError: a task does not fit into the context; nothing was run.
@@ -206,17 +200,15 @@ class Agent(Settings, Generic[T]):
             DecodeError: see `AsyncEngine.generate`.
         """
         with event_loop() as call:
-            answer: Coroutine[None, None, Report[T] | list[Report[T]]] = self.arun(task, n, after)
+            answer: Coroutine[None, None, Report[T] | list[Report[T]]] = self.arun(task, n, history)
             return call(answer)
 
     @overload
-    async def arun(self, task: str, n: int = 1, after: Report | None = None) -> Report[T]: ...
+    async def arun(self, task: str, n: int = 1, history: History = ()) -> Report[T]: ...
     @overload
+    async def arun(self, task: Tasks, n: int = 1, history: History = ()) -> list[Report[T]]: ...
     async def arun(
-        self, task: Tasks, n: int = 1, after: Report | None = None
-    ) -> list[Report[T]]: ...
-    async def arun(
-        self, task: str | Tasks, n: int = 1, after: Report | None = None
+        self, task: str | Tasks, n: int = 1, history: History = ()
     ) -> Report[T] | list[Report[T]]:
         """Do the same as ``run``, on the running event loop.
 
@@ -225,12 +217,12 @@ class Agent(Settings, Generic[T]):
         Raises:
             LlamaBranchError: as ``run``.
         """
-        reports = cast("list[Report[T]]", (await conduct(self, task, n, after))[::n])
+        reports = cast("list[Report[T]]", (await conduct(self, task, n, history))[::n])
         if isinstance(task, str):
             return reports[0]
         return reports
 
-    def stream(self, task: str | Tasks, n: int = 1, after: Report | None = None) -> Iterator[Step]:
+    def stream(self, task: str | Tasks, n: int = 1, history: History = ()) -> Iterator[Step]:
         """Do the same as ``run``, and yield steps as they happen; closing the iterator cancels it.
 
         Thoughts and texts come in pieces, as they are written. The step "end" of a path has its
@@ -239,7 +231,7 @@ class Agent(Settings, Generic[T]):
         Raises:
             LlamaBranchError: as ``run``.
         """
-        steps = self.astream(task, n, after)
+        steps = self.astream(task, n, history)
 
         async def following() -> Step | None:
             return await anext(steps, None)
@@ -249,7 +241,7 @@ class Agent(Settings, Generic[T]):
                 yield step
 
     async def astream(
-        self, task: str | Tasks, n: int = 1, after: Report | None = None
+        self, task: str | Tasks, n: int = 1, history: History = ()
     ) -> AsyncGenerator[Step, None]:
         """Do the same as ``stream``, on the running event loop.
 
@@ -257,7 +249,7 @@ class Agent(Settings, Generic[T]):
             LlamaBranchError: as ``run``.
         """
         ready: asyncio.Queue[Step | None] = asyncio.Queue()
-        running = asyncio.ensure_future(conduct(self, task, n, after, ready.put_nowait))
+        running = asyncio.ensure_future(conduct(self, task, n, history, ready.put_nowait))
         running.add_done_callback(lambda _: ready.put_nowait(None))
         try:
             while (step := await ready.get()) is not None:
@@ -273,13 +265,13 @@ async def conduct(
     agent: Agent[T],
     task: str | Tasks,
     n: int,
-    after: Report | None,
+    history: History,
     listen: Callable[[Step], None] | None = None,
 ) -> list[Report]:
     """Run all samples of all tasks, and return their reports.
 
     Args:
-        agent, task, n, after: as for `Agent.run`.
+        agent, task, n, history: as for `Agent.run`.
         listen: called with each step; texts come in pieces. None = report no steps.
 
     Raises:
@@ -287,12 +279,10 @@ async def conduct(
     """
     context, target, tasks = agent.context, agent.target, _tasks(task)
     n = whole("n", n, 1, _MOST_SAMPLES)
-    if after is not None and instance("after", after, Report).agent is not agent:
-        raise ConfigError("after is a report of another agent")
     if context.closed:
         raise ClosedError("the context is closed")
     seed = agent.sampling.drawn_seed()
-    begun = await threaded(partial(paths, agent, tasks, n, after, seed))
+    begun = await threaded(partial(paths, agent, tasks, n, history, seed))
     async with AsyncExitStack() as opened:
         engine = target
         if isinstance(engine, Context):

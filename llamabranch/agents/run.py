@@ -9,24 +9,25 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, dropwhile
 from time import perf_counter
 from typing import cast
 
 from ..engine import AsyncEngine, Event, Request, Result
 from ..errors import CacheFullError, ClosedError, LlamaBranchError, ToolError, said, told
 from ..generation.thought import token_text
+from ..model import Message, chat_messages
 from ..model.shape import asking
-from ..model.text import n_common
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking
 from ..model.tools import ToolCall, Tools
 from ..model.turn_format import Turn, TurnEvent, TurnReader
 from ..request.openai import answer_message
+from ..request.record import Record
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed, seed_from_text
-from .report import AgentStats, Report, Step
+from .report import Report, Step
 from .threads import all_done, threaded
 from .tools import MOST_FORKS, Refused, Settings, Tool, fork, shortened, text_of
 from .turns import Messages
@@ -57,31 +58,61 @@ def seed_of(seed: int, path: str) -> int:
 
 
 def paths(
-    agent: Settings, tasks: Sequence[str], n: int, after: Report | None, seed: int
+    agent: Settings, tasks: Sequence[str], n: int, history: Sequence[Message] | Report, seed: int
 ) -> list[AgentPath]:
-    """Return the paths of a call: ``n`` for each task.
+    """Return the paths of a call: ``n`` for each task. For ``history`` see `Agent.run`.
 
     Raises:
         LlamaBranchError: the template refuses a task, or it does not fit into the context.
     """
     agent_paths = []
     most = agent.context.n_ctx_seq
+    before, own = _continued(agent, history)
     for i, task in enumerate(tasks):
-        before = agent.messages if after is None else after.messages
-        own = () if after is None else after.tokens
         messages = asked(before, task)
-        if after is not None and after.finish_reason == "stop":
-            new = messages[len(before) :]  # otherwise some messages may not be in the tokens
-            prompt = agent.turns.following(own, before, new, is_turn=False)
-        else:
-            prompt = agent.turns.prompt(messages)
+        prompt = agent.turns.prompt(messages)
+        if own:
+            prompt = agent.turns.following(own, before, messages[len(before) :], is_turn=False)
         if len(prompt) >= most:
             raise CacheFullError.of_prompt(len(prompt), most)
         for name in (f"{i}.{j}" for j in range(n)):
-            agent_paths.append(
-                AgentPath(agent, name, seed_of(seed, name), task, messages, prompt, own)
-            )
+            agent_paths.append(AgentPath(agent, name, seed_of(seed, name), task, messages, prompt))
     return agent_paths
+
+
+def _continued(
+    agent: Settings, history: Sequence[Message] | Report
+) -> tuple[list[dict[str, object]], Sequence[int]]:
+    """Return the conversation before a task, and its tokens if they are known as the model wrote them.
+
+    Raises:
+        ConfigError: ``history`` is neither messages nor a report.
+    """
+    report = history if isinstance(history, Report) else None
+    given = report.messages if report is not None else cast(Sequence[Message], history)
+    before = _after(agent.messages, [] if given in ((), []) else chat_messages(given))
+    # After a limit some messages may not be in a report's tokens.
+    if report is None or report.finish_reason != "stop" or before != report.messages:
+        return before, ()
+    is_ours = cast(Settings, report.agent).context.model is agent.context.model
+    return before, report.tokens if is_ours else ()
+
+
+def _after(
+    trunk: list[dict[str, object]], messages: list[dict[str, object]]
+) -> list[dict[str, object]]:
+    """Return messages with an agent's own before them, unless they begin with these already."""
+    if not trunk or not messages:
+        return messages or trunk
+    (*before, last), n = trunk, len(trunk)
+    same = messages[n - 1] if messages[: n - 1] == before and len(messages) >= n else {}
+    begins = f"{same.get('content')}".startswith(f"{last['content']}\n\n")
+    if same == last or (same.get("role") == last["role"] == "user" and begins):
+        return messages
+    rest = [*dropwhile(lambda message: message["role"] == "system", messages)]
+    if rest and rest[0]["role"] == "user":
+        return [*asked(trunk, str(rest[0]["content"])), *rest[1:]]
+    return [*trunk, *rest]
 
 
 @dataclass(eq=False)
@@ -93,7 +124,7 @@ class Session:
         seed: the seed of path "0.0"; the seeds of other paths are derived from it.
         listen: gets every step; texts come in pieces.
         steps: all steps so far.
-        stats: the cost of each path.
+        requests: what each turn so far has cost.
         number: identifies the requests. After a run is cancelled, its requests may end later.
     """
 
@@ -101,7 +132,7 @@ class Session:
     seed: int
     listen: Callable[[Step], None] | None = None
     steps: list[Step] = field(default_factory=list)
-    stats: dict[str, AgentStats] = field(default_factory=dict)
+    requests: list[Record] = field(default_factory=list)
     number: str = field(default_factory=lambda: f"agent-{next(_numbers)}")
 
     def tell(self, step: Step) -> None:
@@ -136,7 +167,6 @@ class AgentPath:
         task: the text that is shown for its first prompt.
         messages: the conversation, up to the message that is answered first.
         prompt: its tokens.
-        own: the tokens of the conversation before this path.
         caller: the path that this one is a fork of.
     """
 
@@ -148,7 +178,6 @@ class AgentPath:
         task: str,
         messages: Messages,
         prompt: list[int],
-        own: Sequence[int] = (),
         caller: AgentPath | None = None,
     ) -> None:
         self._agent, self._name, self._seed = agent, name, seed
@@ -156,13 +185,11 @@ class AgentPath:
         is_long = len(task) > _LONG_TASK
         self._last_words = _LAST if is_long else f"{_LAST} {task}"
         self._turns, self._context = agent.turns, agent.context
-        self._messages, self._tokens = [dict(message) for message in messages], list(own)
-        self._n_evaluated = len(own)  # how many tokens the model has read, from the first one on
+        self._messages, self._tokens = [dict(message) for message in messages], list[int]()
         self._is_fork = caller is not None
         self._turn: int = 0 if caller is None else caller._turn + 1
         self._n_left: int = agent.max_tokens if caller is None else caller._n_left
         self._room = min(_ROOM, agent.max_tokens // 8)
-        self._stats = AgentStats()
         self._calls: list[ToolCall] = []
         self._made: Counter[str] = Counter()
         self._n_failed = 0
@@ -173,7 +200,6 @@ class AgentPath:
     async def run(self, session: Session) -> Report:
         """Run to the end. If the user's code raises, only this path ends, with "error"."""
         self._session, self._begun = session, perf_counter()
-        session.stats[self._name] = self._stats
         error: LlamaBranchError | None = None
         try:
             self._begin()
@@ -187,7 +213,7 @@ class AgentPath:
             self._end("cancelled", None)
             raise
         except ClosedError as closed:
-            if not self._stats.generated:
+            if not any(record.generated for record in self._requests()):
                 raise
             reason, error = "cancelled", closed
         except LlamaBranchError as raised:
@@ -198,22 +224,21 @@ class AgentPath:
         return self._end(reason, error)
 
     def _end(self, reason: str, error: LlamaBranchError | None) -> Report:
-        session, inside = self._session, f"{self._name}/"
-        self._stats.seconds = perf_counter() - self._begun
-        stats = replace(self._stats)
-        for path, other in session.stats.items():
-            if path.startswith(inside):
-                stats.add(other)
+        limit = self._limit if reason in ("stop", "cancelled", "error") else reason
         report: Report = Report(
-            self._text, reason, self._messages, self._tokens, self._seed, stats, self._limit, error,
-            self._calls, grammar=self._agent.grammar, exact=self._exact, agent=self._agent,
+            self._text, reason, self._messages, self._tokens, self._seed, limit, error, self._calls,
+            requests=self._requests(), seconds=perf_counter() - self._begun,
+            grammar=self._agent.grammar, exact=self._exact, agent=self._agent,
         )  # fmt: skip
         report.choices = [report]
-        self._tell("end", reason, error=str(error or ""), seconds=stats.seconds, report=report)
-        report.steps = [
-            s for s in session.steps if s.path == self._name or s.path.startswith(inside)
-        ]
+        self._tell("end", reason, error=str(error or ""), seconds=report.seconds, report=report)
+        report.steps = [s for s in self._session.steps if f"{s.path}/".startswith(f"{self._name}/")]
         return report
+
+    def _requests(self) -> list[Record]:
+        """Return the records of this path, and of the paths inside it."""
+        name = f"{self._session.number}/{self._name}/"
+        return [record for record in self._session.requests if record.id.startswith(name)]
 
     def _step(self, kind: str, text: str = "", **more: object) -> Step:
         return Step(kind, text, self._agent.name, self._name, self._turn, **more)  # type: ignore[arg-type]
@@ -221,9 +246,10 @@ class AgentPath:
     def _tell(self, kind: str, text: str = "", **more: object) -> None:
         self._session.tell(self._step(kind, text, **more))
 
-    def _tell_piece(self, kind: str, text: str) -> None:
+    def _tell_piece(self, kind: str, text: str, event: Event | None) -> None:
         if text and self._session.listen is not None:
-            self._session.listen(self._step(kind, text))
+            of = {} if event is None else {"token": event.token, "logprob": event.logprob}
+            self._session.listen(self._step(kind, text, **of))
 
     # -- turns ---------------------------------------------------------------------------------------
 
@@ -274,7 +300,7 @@ class AgentPath:
                 return
             if self._n_left < 1:
                 raise _Ended("length")
-        raise _Ended("turns" if self._limit in (None, "repeats") else self._limit)
+        raise _Ended(self._limit or "turns")
 
     async def _write(
         self, grammar: Grammar | None, tools: Tools | None, thinking: ThinkingChoice
@@ -375,34 +401,29 @@ class AgentPath:
         """Report the piece of text in an event."""
         produced = event.emitted
         if event.is_thought:
-            self._tell_piece("thought", event.thought)
+            self._tell_piece("thought", event.thought, event)
         elif produced is not None and reader is not None:
             text = produced.text if produced.is_stop else token_text(self._context.model, produced)
-            self._tell_pieces(reader.feed(text))
+            self._tell_pieces(reader.feed(text), event)
         else:
-            self._tell_piece("text", event.text)
+            self._tell_piece("text", event.text, event)
 
-    def _tell_pieces(self, events: Sequence[TurnEvent]) -> None:
-        for event in events:
-            if event.kind in ("content", "thought"):
-                self._tell_piece("text" if event.kind == "content" else "thought", event.text)
+    def _tell_pieces(self, pieces: Sequence[TurnEvent], event: Event | None = None) -> None:
+        for piece in pieces:
+            if piece.kind in ("content", "thought"):
+                self._tell_piece(
+                    "text" if piece.kind == "content" else "thought", piece.text, event
+                )
 
     def _count(self, result: Result) -> None:
         self._tokens = [*self._tokens, *result.tokens]
         self._exact = self._exact and result.exact
-        self._stats.evaluated += result.evaluated
-        self._stats.cached += result.cached
-        self._stats.reread += max(0, min(self._n_evaluated - result.cached, result.evaluated))
-        self._stats.generated += result.generated
         self._n_left -= result.generated
-        self._n_evaluated = len(self._tokens) - (result.finish_reason != "stop")
+        if result.record is not None:
+            self._session.requests.append(result.record)
 
     def _add(self, prompt: Sequence[int], text: str = "") -> None:
         """Make ``prompt`` the tokens of the path."""
-        kept = n_common(self._tokens, prompt)
-        if self._n_evaluated > kept:
-            self._tell("reread", n=self._n_evaluated - kept)
-            self._n_evaluated = kept
         self._tokens = list(prompt)
         self._tell("prompt", text)
 
@@ -527,9 +548,7 @@ class AgentPath:
             prompt = self._turns.following(self._tokens, self._messages, new, is_turn=True)
             name, messages = f"{path}.{k}", [*self._messages, *new]
             seed = seed_of(self._session.seed, name)
-            forks.append(
-                AgentPath(self._agent, name, seed, task, messages, prompt, self._tokens, self)
-            )
+            forks.append(AgentPath(self._agent, name, seed, task, messages, prompt, self))
         reports = await self._session.run(forks)
         texts = [
             self._told(report, f"fork {k + 1}", raises=False) for k, report in enumerate(reports)
@@ -539,7 +558,7 @@ class AgentPath:
     @staticmethod
     def _told(report: Report, name: str, *, raises: bool = True) -> str:
         """Return the result of a run as text for the agent that called it."""
-        if report.finish_reason in ("stop", "length", "time", "turns") and report.text:
+        if report.finish_reason in ("stop", "length", "time", "turns", "repeats") and report.text:
             return report.text
         why = report.error.message if report.error is not None else report.finish_reason
         if raises:

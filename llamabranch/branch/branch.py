@@ -179,7 +179,7 @@ class Branch(TextNode):
         return b"".join(pieces).decode("utf-8", "replace")
 
     @property
-    def generated(self) -> list[int]:
+    def generated_tokens(self) -> list[int]:
         """The generated token ids, without the prompt and appended text; a copy."""
         tokens = self.sequence.tokens
         return [tokens[position] for position in self.sequence.generated_positions()]

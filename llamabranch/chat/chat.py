@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import nan
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from ..agents.tools import text_of
 from ..arguments import whole
-from ..branch import Produced
 from ..context.context import text_context
 from ..engine import Engine
 from ..engine.completion import Call
@@ -27,7 +27,7 @@ from ..model.text import n_common
 from ..model.tools import ToolCall
 from ..native.handle import forkable_lock, is_held
 from ..request.request import ChatOptions
-from ..request.result import Event
+from ..request.result import Event, Result
 from ..run.job import Job
 from ..sampling import Sampler, SamplingParams, SamplingSettings
 from ..sampling.noise import derive_seed, random_seed
@@ -263,9 +263,9 @@ class Chat:
             n = sum((e.parent, e.user, e.results) == asked for e in exchanges_of(self._heads))
             question.seed = derive_seed(question.seed, n) if n else question.seed
         plan = self._fitting(question)
-        if not self.ctx.kv_cache.can_draft:
-            self._read(question, plan)
-        self._answer, self._before = Answer(self, question, plan), (self._heads, self.current)
+        n_read = 0 if self.ctx.kv_cache.can_draft else self._read(question, plan)
+        self._answer = Answer(self, question, plan, n_read)
+        self._before = self._heads, self.current
         self._heads, self.current = {**self._heads, number: question}, number
         return self._answer
 
@@ -310,8 +310,10 @@ class Chat:
             while n_cut < len(path) - 1 and path[n_cut].results:  # their calls are left out
                 n_cut += 1
 
-    def _read(self, question: Exchange, plan: Call) -> None:
+    def _read(self, question: Exchange, plan: Call) -> int:
         """Read all but a prompt's last token, so that memory that cannot be cut has a state there.
+
+        Return how many tokens were read.
 
         A state is also kept where the next prompt will probably differ: many templates leave the
         reasoning out of earlier answers, or write the last answer differently.
@@ -334,8 +336,9 @@ class Chat:
             finally:
                 text.keep_cached(is_last=True)
                 text.release()
-        stats.prompt_tokens += last - n
-        stats.cached_prompt_tokens -= last - n
+        stats.evaluated += last - n
+        stats.cached -= last - n
+        return last - n
 
     def _end_answer(self) -> None:
         """End a running answer. Its message stays, and so does the text so far."""
@@ -430,19 +433,21 @@ class Chat:
 
 
 class Answer:
-    """An answer: an iterator of :class:`Produced`, with the text so far.
+    """An answer: an iterator of `Event`, as from ``ctx.chat(messages, stream=True)``.
 
     Attributes:
         exchange: the message and its answer, as the chat keeps them.
+        result: the result, once it has ended.
         prompt: the token ids of the prompt, written by the chat template.
             ``Branch.start(ctx, answer.prompt + answer.tokens)`` is a branch of it.
         tokens: the token ids so far, the thought's first.
     """
 
-    def __init__(self, chat: Chat, exchange: Exchange, plan: Call) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange, plan: Call, n_read: int) -> None:
         self.exchange, self.prompt = exchange, _tokens(plan)
         self.tokens: list[int] = []
-        self._chat = chat
+        self.result: Result | None = None
+        self._chat, self._n_read = chat, n_read
         self._events = plan.events(chat.client)
         self._is_begun = self._has_ended = False
 
@@ -475,25 +480,45 @@ class Answer:
         """ "stop", "tool_calls", "length" or "capacity" (the context is full); None = not ended."""
         return self.exchange.finish_reason
 
-    def __iter__(self) -> Iterator[Produced]:
+    @property
+    def evaluated(self) -> int:
+        """How many tokens of the prompt were read, once it has ended."""
+        return self._n_read + (0 if self.result is None else self.result.evaluated)
+
+    @property
+    def cached(self) -> int:
+        """How many tokens of the prompt were in the cache already, once it has ended."""
+        return 0 if self.result is None else self.result.cached - self._n_read
+
+    @property
+    def generated(self) -> int:
+        """How many tokens were generated so far, thought and answer together."""
+        return len(self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second after the first token, once it has ended; nan before."""
+        return nan if self.result is None else self.result.tokens_per_second
+
+    def __iter__(self) -> Iterator[Event]:
         return self
 
-    def __next__(self) -> Produced:
+    def __next__(self) -> Event:
         with self._chat.held():
             return self._next()
 
-    def _next(self) -> Produced:
+    def _next(self) -> Event:
         self._is_begun = True
         try:
-            while (token := self._note(next(self._events))) is None:
-                pass
+            event = next(self._events)
+            self._note(event)
         except BaseException:  # StopIteration too
             self.end()
             raise
-        return token
+        return event
 
-    def _note(self, event: Event) -> Produced | None:
-        """Write an event into the conversation; return its token."""
+    def _note(self, event: Event) -> None:
+        """Write an event into the conversation."""
         exchange, token = self.exchange, event.emitted
         if event.ended_thought:
             self.tokens = [token.token for token in event.ended_thought]
@@ -503,13 +528,13 @@ class Answer:
             if not token.is_stop:
                 self.tokens.append(token.token)
         if (result := event.result) is not None:
+            self.result = result
             turn, self.tokens = result.turn, result.tokens
             exchange.thought, exchange.answer = turn.thought, turn.content
             exchange.calls = [*turn.calls]
             is_cut = result.finish_reason in ("cancelled", "error")
             exchange.finish_reason = None if is_cut else result.finish_reason
         exchange.n_tokens = len(self.tokens)
-        return token
 
     def finish(self) -> Answer:
         """Run to the end; return itself."""

@@ -25,6 +25,7 @@ _ENDS = {
     "capacity": "the context is full: -c sets a larger one",
     "turns": "the limit of turns is reached: --max-turns",
     "time": "the limit of seconds is reached: -S max_seconds=S",
+    "repeats": "it only repeated calls",
 }
 
 
@@ -63,14 +64,17 @@ def agent(
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
         report = _show(console, run.stream(text))
-    names = "text", "finish_reason", "limit", "messages", "seed"
+    names = (
+        "text", "finish_reason", "limit", "messages", "seed",
+        "evaluated", "cached", "reread", "generated", "seconds", "tokens_per_second",
+    )  # fmt: skip
     calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
     answer = {name: getattr(report, name) for name in names}
-    console.answer({**answer, "calls": calls, "stats": vars(report.stats)})
+    console.answer({**answer, "calls": calls})
     if not console.silent:
-        cost, made = report.stats, plural(len(calls), "call")
-        read = f"{plural(cost.evaluated, 'token')} read, {cost.cached:,} cached"
-        console.note(f"{made}; {read}, {cost.generated:,} generated in {cost.seconds:.1f} s")
+        read = f"{plural(report.evaluated, 'token')} read, {report.cached:,} cached"
+        wrote = f"{report.generated:,} generated in {report.seconds:.1f} s"
+        console.note(f"{plural(len(calls), 'call')}; {read}, {wrote}")
     if report.finish_reason in _ENDS:
         console.note(_ENDS[report.finish_reason])
         raise typer.Exit(EXIT_FAILURE)

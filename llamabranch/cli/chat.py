@@ -117,12 +117,13 @@ class ChatSession:
         with InterruptHandler(contexts) as interrupts:
             try:
                 answer, was_thought = begin(), False
-                for token in answer:
-                    if not token.is_thought:
-                        console.write("\n\n" * was_thought + token.text)
-                    elif console.out.is_terminal:
-                        console.write(token.text, "dim")
-                    was_thought = token.is_thought and console.out.is_terminal
+                for event in answer:
+                    if event.thought and console.out.is_terminal:
+                        console.write(event.thought, "dim")
+                        was_thought = True
+                    elif event.text:
+                        console.write("\n\n" * was_thought + event.text)
+                        was_thought = False
                     interrupts.check()
             except (KeyboardInterrupt, lb.DecodeInterruptedError):
                 if not interrupts.requested:

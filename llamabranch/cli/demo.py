@@ -170,7 +170,7 @@ def _compare(
     compared = list(pairs(drafting, plain, [request], interrupts, COMPARE_S))
     interrupts.check()
     same = "the same text" if all(pair.is_equal for pair in compared) else "another text"
-    decodes = "{} decodes instead of {}".format(*(r.stats.target_forward_passes for r in results))
+    decodes = "{} decodes instead of {}".format(*(r.stats.num_rounds for r in results))
     show.line(
         "{:.1f} times as fast ({:.1f} to {:.1f}), ".format(*speed_up(compared))
         + f"{same}. {decodes}, no draft model."

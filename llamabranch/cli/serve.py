@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from llamabranch import AsyncEngine
 from llamabranch.serve import ServeSettings, require_server
@@ -14,9 +14,6 @@ from .console import Console
 from .drafters import open_pair, resolve
 from .open import show_link
 from .options import SERVER, Given, option, with_options
-
-if TYPE_CHECKING:
-    from llamabranch.serve.service import Service
 
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
@@ -83,7 +80,8 @@ def serve(
         )  # fmt: skip
 
     def ready(url: str, name: str) -> None:
-        service = cast("Service", server.service)
+        if (service := server.service) is None:  # it is set before this is called
+            return
         many, one = service.ctx.n_ctx // parallel, service.n_ctx
         texts = f"{parallel} texts of {many:,} tokens, or 1 of {one:,}"
         key = "KEY" if serving.api_keys else "none"

@@ -62,15 +62,12 @@ class Context:
         *,
         owns_model: bool = False,
         target: Context | None = None,
-        batch_invariant: bool | str | None = None,  # the name of ``exact`` before 0.5
         **options: Unpack[ContextOptions],
     ) -> None:
         instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
         if target is not None:
             meant = "pass the context that generates, for example lb.load(), not its model or name"
             instance("target", target, Context, meant)
-        if batch_invariant is not None:
-            options.setdefault("exact", batch_invariant is True)
         given = ContextParams(**options) if params is None else replace(params, **options)
         # The decoder turns tokens into rows of logits. The K/V cache records which sequence holds
         # which cells, and what can be done with them. Both are for branches, not for users.

@@ -20,7 +20,7 @@ from ..native.state_layout import StateLayout
 from .cell_table import Usage
 from .exactness import most_exact_rows, why_not_exact
 from .memory import MOST_WITH_WINDOW, Memory, NonUnified, RollingBack, States, Windowed
-from .params import EXACT_KV_TYPES, ContextParams, warn_of_length
+from .params import EXACT_KV_TYPES, ContextParams
 from .room import BYTES_OF_NUMBER, check_room, memory_bytes
 from .runner import Runner, decode_run
 from .threads import ThreadWatch
@@ -98,11 +98,11 @@ def open_native(
         requested = _head_params(model, target, requested)
     else:
         _check_generates(model)
-    params = requested.resolve(model)  # raises its errors before a warning
+    params = requested.resolve(model)
     is_head = target is not None
     if not model.shares_memory:
         check_room(model, params, is_head=is_head)
-    n_trained = _trained_length(model, requested)
+    n_trained = None if model.shares_memory else requested.trained_length(model)  # the target warns
     if requested.n_rs_seq == "auto" and not is_head:
         params = replace(params, n_rs_seq=_most_rollback(model, params))
     if params.exact:
@@ -184,19 +184,6 @@ def _check_generates(model: Model) -> None:
             kind += ", its MTP layers work only together with their target"
             hint = _BESIDE
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
-
-
-def _trained_length(model: Model, requested: ContextParams) -> int | None:
-    """Return the length beyond which a text gets a warning, if any; warn now if n_ctx is longer."""
-    if model.shares_memory:
-        return None  # the target warns
-    trained = requested.trained_length(model)
-    # With several sequences, many cells are usually meant for many texts; with one, for a long text.
-    n_ctx = requested.n_ctx if requested.n_seq_max in (None, 1) else None
-    if trained is None or n_ctx is None or n_ctx <= trained:
-        return trained
-    warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
-    return None  # warn only once
 
 
 def _most_rollback(model: Model, params: ContextParams) -> int:

@@ -8,7 +8,7 @@ from os import PathLike
 from typing import TypedDict
 
 from ..arguments import byte_count, choice, real, whole
-from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
+from ..errors import ConfigError, UnsupportedError
 from ..model import Model
 from ..native.context import (
     FLASH_ATTENTION,
@@ -32,16 +32,6 @@ _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 # llama.cpp switches to another path at 512 cells and at 64 rows. The effect of the weights is measured
 # in exactness.py.
 EXACT_KV_TYPES = ("bf16", "q8_0", "q8_0/f16")
-
-
-def warn_of_length(subject: str, trained: int, n_ctx: int) -> None:
-    """Warn that a text can exceed the model's trained length; ``subject`` is the subject and verb."""
-    warn(
-        f"{subject} more than the {trained} tokens this model was trained for: beyond them, text is "
-        f"often gibberish. Lower n_ctx, or stretch the positions with RoPE scaling, such as "
-        f"rope_scaling='yarn', rope_freq_scale={trained / n_ctx:.3g}",
-        ContextLengthWarning,
-    )
 
 
 class ContextOptions(TypedDict, total=False):

@@ -16,7 +16,14 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
+from ..errors import (
+    CacheFullError,
+    ConfigError,
+    ContextLengthWarning,
+    DecodeError,
+    DecodeInterruptedError,
+    warn,
+)
 from ..native import heads, staging
 from ..native.interrupts import uninterrupted
 from ..sampling import Sampler
@@ -24,7 +31,6 @@ from ..sampling.noise import DRAW
 from .hidden_states import HiddenStates
 from .logits import LogitsRow, lent
 from .memory import END, Memory
-from .params import warn_of_length
 from .threads import ThreadWatch
 
 States = npt.NDArray[np.float32]
@@ -343,7 +349,13 @@ class Runner:
 
     def _warn_beyond_trained(self) -> None:
         trained, self.n_trained = self.n_trained, END
-        warn_of_length("a sequence gets", trained, self.handle.n_ctx)
+        scale = trained / self.handle.n_ctx
+        warn(
+            f"a text gets longer than the {trained} tokens this model was trained for: what follows is "
+            "often gibberish. Let it end earlier (max_tokens, a shorter prompt), or stretch the "
+            f"positions with RoPE scaling, such as rope_scaling='yarn', rope_freq_scale={scale:.3g}",
+            ContextLengthWarning,
+        )
 
     # -- hidden states -----------------------------------------------------------------------------
 

@@ -62,10 +62,9 @@ class Context(CacheContext):
         BranchStateError: a head shares the memory of ``target``, which is not empty.
 
     Warns:
-        ContextLengthWarning: a text may get longer than the model was trained for. The warning
-            comes at once if ``n_ctx`` is larger than the training length and only one sequence uses
-            it (``n_seq_max`` is not set, or 1). Otherwise it comes when a sequence gets too long.
-            There is no warning with rope settings or with recurrent memory.
+        ContextLengthWarning: a text gets longer than the model was trained for; once in a context,
+            and not with rope settings or recurrent memory. All texts share ``n_ctx``, so a large one
+            is no reason for it.
 
     ``complete`` and ``chat`` generate texts in one call; branches and engines use a context too.
     Low-level calls such as ``decode`` may use each of the sequences 0 to n_seq_max - 1 that no

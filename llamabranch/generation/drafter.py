@@ -321,11 +321,12 @@ NO_STATE = NullState()  # the state of a text without drafts
 class SpeculativeStats(ConstraintStats):
     """Counts and times of one generation, or the sum over many.
 
-    ``num_drafts`` is the number of rounds with a draft, ``num_draft_tokens`` the number of drafted
-    tokens. ``num_accepted_tokens`` counts accepted tokens, without the bonus or corrected token
-    after them. ``num_accepted_tokens_per_pos[i]`` is how often the (i+1)-th token of a draft was
-    accepted. ``num_tested_tokens_per_pos[i]`` is how often it was tested, because all tokens before it
-    had been accepted. ``num_forced_tokens`` counts the accepted tokens that a grammar had forced.
+    ``num_drafts`` is the number of rounds with a draft, ``num_plain_steps`` of those without one. A
+    round is one decode of the target. ``num_draft_tokens`` is the number of drafted tokens.
+    ``num_accepted_tokens`` counts accepted tokens, without the bonus or corrected token after them.
+    ``num_accepted_tokens_per_pos[i]`` is how often the (i+1)-th token of a draft was accepted.
+    ``num_tested_tokens_per_pos[i]`` is how often it was tested, because all tokens before it had been
+    accepted. ``num_forced_tokens`` counts the accepted tokens that a grammar had forced.
     ``num_draft_steps`` and ``draft_step_time_s`` leave out drafts before which the drafter had to read
     more than the last round's tokens, such as a prompt or text that was generated while it was off.
     ``stop_reasons`` counts why drafts were not longer. ``target_s_by_n[n]`` is the total time of the
@@ -340,7 +341,6 @@ class SpeculativeStats(ConstraintStats):
     num_forced_tokens: int = 0
     num_emitted_tokens: int = 0
     num_plain_steps: int = 0
-    target_forward_passes: int = 0
     draft_forward_passes: int = 0
     draft_time_s: float = 0.0
     num_draft_steps: int = 0
@@ -350,6 +350,11 @@ class SpeculativeStats(ConstraintStats):
     stop_reasons: dict[str, int] = field(default_factory=dict)
     target_decodes_by_n: dict[int, int] = field(default_factory=dict)
     target_s_by_n: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def num_rounds(self) -> int:
+        """Decodes of the target that generated tokens of the text; those of its prompt do not count."""
+        return self.num_drafts + self.num_plain_steps
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -441,7 +446,6 @@ class SpeculativeStats(ConstraintStats):
 
     def count_decode(self, n: int, seconds: float, times: int = 1) -> None:
         """Count ``times`` target decodes of ``n`` tokens each, which took ``seconds`` in total."""
-        self.target_forward_passes += times
         self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + times
         self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds
 
@@ -473,7 +477,7 @@ class SpeculativeStats(ConstraintStats):
     def as_dict(self) -> dict[str, object]:
         """Return all counts, times and ratios as JSON types; nan becomes None."""
         known: dict[str, object] = dataclasses.asdict(self)
-        names = "draft_acceptance_rate", "mean_acceptance_length", "alpha_hat", "c"
+        names = "num_rounds", "draft_acceptance_rate", "mean_acceptance_length", "alpha_hat", "c"
         known |= {n: _or_none(getattr(self, n)) for n in (*names, "speedup_predicted")}
         known["v"] = self.v
         for name in ("alpha_interval", "conditional_rates_per_pos"):

@@ -514,7 +514,7 @@ class Live:
             if owner.lp[i] is None and owner.at + i
         ]
         ids, n_done, job.names = node.tokens(), 0, [f"loom-{job.id}"]
-        model, n_ctx = self.service.model, self.service.n_ctx
+        model, n_ctx, is_long = self.service.model, self.service.n_ctx, False
         head = head_of(self.document.turns(node), ids, model)
         while n_done < len(places) and not job.is_stopped:
             window, end = scoring_window(model, ids, places[n_done], n_ctx, head)
@@ -535,7 +535,8 @@ class Live:
                     self.take(owner, found, "".join(owner.src[run[0] : run[-1] + 1]), run[0])
                 if new and len(owner.ids) <= _MOST_AGAIN:
                     self.note(owner, 0, new[-1])  # a tab ignores tokens after a gap
+                is_long = is_long or bool(new and len(owner.ids) > _MOST_AGAIN)
             n_done += len(part)
-        if any(len(owner.ids) > _MOST_AGAIN for owner, *_ in node.stretches()) and n_done:
+        if is_long:  # the tabs fetch its tokens
             self.add()
             self.emit("reset", {})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import secrets
-from asyncio import to_thread
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from ..branch import Produced
 from ..engine import Request
+from ..model.text import n_common
 from ..model.thoughts import plan_thinking
 from ..request.fields import SamplingFields, TextFields
 from ..request.window import Window, prompt_of, window_of
@@ -39,7 +41,6 @@ from .document import (
     Thinking,
     Tokens,
 )
-from .example import Example
 from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
@@ -51,6 +52,8 @@ _ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
 _MORE = ("stop", "thinking", *_ASIDES)  # other settings that a node keeps
 _KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
+_BEGINNING, _END = "There was once a king who lived in a", " kitchen."
+_SEED, _N, _TOKENS = 7, 3, 12
 
 
 class TextSettings(Struct, kw_only=True):
@@ -61,7 +64,7 @@ class TextSettings(Struct, kw_only=True):
 
     seed: Seed | None = None
     sampling: SamplingFields | None = None
-    stop: list[str] = []
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
     grammar: str | None = None
     json_schema: dict[str, object] | None = None
     regex: str | None = None
@@ -112,7 +115,7 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
         grammar=settings.grammar, json_schema=settings.json_schema,
         regex=settings.regex, choices=settings.choice,
     )  # fmt: skip
-    return await to_thread(fields.text_grammar)
+    return await asyncio.to_thread(fields.text_grammar)
 
 
 def _ruled_from(record: Made, node: Node) -> int:
@@ -330,7 +333,7 @@ class Loom(Live):
             message = f"{TOO_LONG}: the context has no room for all that the grammar runs over"
             raise HttpError(400, message)
         if grammar is not None and continues:
-            await to_thread(self._check_follows, grammar, tokens[-continues:])
+            await asyncio.to_thread(self._check_follows, grammar, tokens[-continues:])
         return Request(
             tokens, continues=continues, grammar=grammar, thinking=thinking,
             sampling=self.params(record), max_tokens=max_tokens, stop=record.stop,
@@ -429,3 +432,49 @@ class Loom(Live):
             if item.note:
                 records.append(Change(id=name, name="note", value=item.note))
         return records
+
+
+class Example:
+    """The first screen's example: a sentence with its numbers, and three endings by the model.
+
+    It is written once, into a document of its own. It can be stopped, and is then written again.
+    """
+
+    def __init__(self, loom: Loom) -> None:
+        self._loom = loom
+        self._job = PageJob("example", "example", None)
+        self._writing: asyncio.Task[Document] | None = None
+
+    async def document(self) -> Document:
+        """Return the example: a node for the sentence, then one for each ending.
+
+        Raises:
+            HttpError, LlamaBranchError: it was stopped, or does not fit into the context.
+        """
+        writing = self._writing
+        if writing is None or (writing.done() and (writing.cancelled() or writing.exception())):
+            self._job = PageJob("example", "example", None)
+            writing = self._writing = asyncio.ensure_future(self._write(self._job))
+        return await asyncio.shield(writing)
+
+    def stop(self) -> None:
+        """Let the user's own text go first."""
+        if self._writing is not None and not self._writing.done():
+            self._loom.stop([self._job])
+
+    async def _write(self, job: PageJob) -> Document:
+        service_of = self._loom.service_of
+        loom = Loom(Path(os.devnull), 0, service_of, read_only=True)
+        ids, start = [await loom.service.tokenize(text) for text in (_BEGINNING + _END, _BEGINNING)]
+        records = [Made(id="n1", kind="prompt"), *loom.plain("n1", ids, "p" * len(ids))]
+        for i in range(1, 1 + _N):
+            records.append(Made(
+                id=f"n{1 + i}", parent="n1", at=n_common(ids, start), kind="sampled", by="A",
+                seed=str(derive_seed(_SEED, i)), max_tokens=_TOKENS,
+            ))  # fmt: skip
+        sentence, *endings = loom.make(records)
+        await loom.score(job, sentence)
+        await loom.generate(job, [(node, await loom.request(node, _TOKENS)) for node in endings])
+        if job.is_stopped or job.error is not None:
+            raise HttpError(503, "the example was stopped")
+        return loom.document

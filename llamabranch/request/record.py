@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Literal
 
 from msgspec import Struct, field
@@ -9,6 +10,11 @@ from msgspec import Struct, field
 Kind = Literal[
     "first", "new", "changed", "evicted", "rewritten", "retokenized", "memory", "scored"
 ]  # fmt: skip
+
+
+def per_second(n_tokens: int, seconds: float) -> float:
+    """Return tokens per second; nan for no tokens, or no time."""
+    return n_tokens / seconds if n_tokens > 0 and seconds > 0 else nan
 
 
 class Cause(Struct, frozen=True, omit_defaults=True):
@@ -85,7 +91,12 @@ class Record(Struct, omit_defaults=True):
     hint: str = ""
 
     @property
-    def again(self) -> int:
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second after the first token of its first text."""
+        return per_second(self.generated - 1, self.write_s)
+
+    @property
+    def reread(self) -> int:
         """How many of its tokens had been read before and were read again."""
         return sum(cause.n_tokens for cause in self.causes if cause.is_again)
 

@@ -18,7 +18,7 @@ from ..errors import LlamaBranchError, ParseError
 from ..generation.drafter import SpeculativeStats
 from ..generation.output import Produced
 from ..generation.thought import named_text
-from ..model import Message, Model, Turn, TurnEvent, is_chat
+from ..model import NO_TOKEN, Message, Model, Turn, TurnEvent, is_chat
 from ..model.tools import ToolCall, Tools, begun_answer
 from ..sampling.grammar import Grammar
 from .openai import (
@@ -30,6 +30,7 @@ from .openai import (
     head,
     usage,
 )
+from .record import Record, per_second
 
 T = TypeVar("T", default=object, covariant=True)
 S = TypeVar("S")
@@ -69,6 +70,7 @@ class Result(Generic[T]):
         choices: from ``complete`` and ``chat``: all texts of the prompt, including this one.
         tools: from ``chat``: the tools of the request.
         model: the model's name.
+        record: what its request has cost, and why tokens of the prompt were read; None in a search.
         pieces: the bytes of the tokens in ``logprobs``, if the request asked for log-probabilities.
         written: from ``chat`` with tools: the text of the answer with the names of control tokens.
     """
@@ -102,6 +104,7 @@ class Result(Generic[T]):
     thought: str = ""
     n_thought_tokens: int = 0
     written: str = field(default="", repr=False, compare=False)
+    record: Record | None = field(default=None, repr=False, compare=False)
 
     def note_written(self, model: Model) -> None:
         """Keep the text of the answer with the names of control tokens, for ``turn``."""
@@ -119,6 +122,13 @@ class Result(Generic[T]):
     def generated(self) -> int:
         """How many tokens were generated, thought and answer together."""
         return len(self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second after the first token; nan for fewer than two tokens."""
+        if self.first_token_s is None or self.last_token_s is None:
+            return math.nan
+        return per_second(self.generated - 1, self.last_token_s - self.first_token_s)
 
     @property
     def is_cut(self) -> bool:
@@ -294,6 +304,9 @@ class Event:
     all tokens of the thought as the result will have them. They can differ from the tokens reported
     before: the last ones may be replaced, and tokens may be added to end the thought.
 
+    ``token``, ``text`` and ``logprob`` are those of ``emitted``, which has the rest: entropy, source,
+    alternatives. An event without a token has the token -1, the text "" and the log-probability nan.
+
     For messages, ``turn`` has what the event adds to the turn: pieces of the thought and of the
     answer, and calls. If functions may be called, the text of a call is not in ``text``.
     """
@@ -305,6 +318,16 @@ class Event:
     progress: PromptProgress | None = None
     ended_thought: Sequence[Produced] = ()
     turn: Sequence[TurnEvent] = ()
+
+    @property
+    def token(self) -> int:
+        """The id of its token; -1 without a token."""
+        return NO_TOKEN if self.emitted is None else self.emitted.token
+
+    @property
+    def logprob(self) -> float:
+        """The model's log-probability of its token, nats; nan without a token."""
+        return math.nan if self.emitted is None else self.emitted.logprob
 
     @property
     def is_thought(self) -> bool:
@@ -324,33 +347,41 @@ class Event:
 
 @dataclass
 class EngineStats:
-    """Totals of an engine's work; ``speculative`` is the sum over all requests.
+    """Totals of an engine's work. Counts have the names that they have in a `Result`.
 
-    ``prompt_tokens`` counts the prompt tokens that were decoded, ``shared_prompt_tokens`` those that
-    were shared with another text, and ``cached_prompt_tokens`` those from the prefix cache.
+    Attributes:
+        target_forward_passes, draft_forward_passes: decodes, also those that only read prompts. A
+            decode that several texts share counts once.
+        evaluated, cached: prompt tokens that were read, and those that were in the cache; tokens that
+            a preempted text reads once more count again.
+        shared: how many of ``cached`` came from a text that was still running.
+        generated: tokens of all texts.
+        preemptions: how often a text lost its cells.
+        elapsed_s: seconds in which the engine ran.
+        speculative: the sum over all requests.
     """
 
     target_forward_passes: int = 0
     draft_forward_passes: int = 0
-    prompt_tokens: int = 0
-    shared_prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
+    evaluated: int = 0
+    cached: int = 0
+    shared: int = 0
+    generated: int = 0
     preemptions: int = 0
     elapsed_s: float = 0.0
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second of the engine's running time; nan before the first run."""
-        return self.generated_tokens / self.elapsed_s if self.elapsed_s else float("nan")
+        """Generated tokens of all texts per second of ``elapsed_s``; nan before the first run."""
+        return per_second(self.generated, self.elapsed_s)
 
     def as_dict(self) -> dict[str, object]:
         """Return all counts and times as JSON types."""
         known = {k: v for k, v in self.__dict__.items() if k != "speculative"}
         rate = self.tokens_per_second
         return {
+            **self.speculative.as_dict(),
             **known,
             "tokens_per_second": None if rate != rate else rate,
-            **{k: v for k, v in self.speculative.as_dict().items() if not k.endswith("_passes")},
         }

@@ -392,8 +392,6 @@ class Core:
                 stats.draft_forward_passes += n_decodes
         if not step.n_tokens:
             return
-        for choice, n_tokens in zip(self._in_step, step.counts, strict=True):
-            choice.job.caller.n_decoded += n_tokens
         for stats in self._stats_of(self._in_step):
             stats.target_forward_passes += 1
 
@@ -419,7 +417,7 @@ class Core:
         elif choice.error is not None:
             self._fail(choice, choice.error)
         elif choice.n_decoded:
-            choice.job.caller.stats.prompt_tokens += choice.n_decoded
+            choice.job.caller.stats.evaluated += choice.n_decoded
             self._events += choice.note_read()
             if not choice.n_uncached:
                 self._begin(choice)
@@ -469,6 +467,6 @@ class Core:
                 result, stats = ending.result(reason, error), ending.job.caller.stats
                 self.scheduler.records.end(ending, result)
                 self._events += ending.told(result=result)
-                stats.generated_tokens += len(result.tokens)
+                stats.generated += len(result.tokens)
                 self.scheduler.finish(ending)
                 stats.speculative.add(ending.stats)

@@ -217,8 +217,10 @@ class Scheduler:
         ``shared`` is the choice with which it shares the cells of these tokens, if any.
         """
         choice.shared = (shared, n_cached if shared is not None else 0)
+        stats = choice.job.caller.stats
+        stats.cached += n_cached
         if shared is not None or choice.job.beginning is not None:
-            choice.job.caller.stats.shared_prompt_tokens += n_cached
+            stats.shared += n_cached
         choice.admit(text, n_cached)
         self.active.append(choice)
         self.records.begin(choice, min(n_cached, len(choice.job.prompt)))
@@ -286,9 +288,7 @@ class Scheduler:
         except GrammarError:  # the grammar forbids the text that the request continues
             text.release()
             raise
-        n = min(n, len(choice.prompt))
-        choice.job.caller.stats.cached_prompt_tokens += n
-        return text, n
+        return text, min(n, len(choice.prompt))
 
     def _best_prefix(self, choice: Choice) -> tuple[Choice | None, int]:
         """Return the choice that has the longest prefix in common with this one, and its length.

@@ -47,11 +47,9 @@ async def requests(call: Request, service: Service) -> Response:
             causes[cause.kind] += cause.n_tokens
     is_all = not found or found[0].number == 0
     totals = {
-        "asked": sum(record.num_prompt_tokens for record in found),
-        "cached": sum(record.cached for record in found),
-        "read": sum(record.evaluated for record in found),
-        "again": sum(record.again for record in found),
-        "generated": sum(record.generated for record in found),
+        name: sum(getattr(record, name) for record in found)
+        for name in ("num_prompt_tokens", "cached", "evaluated", "reread", "generated")
+    } | {
         "since": service.created if is_all else found[0].time,
         "causes": causes,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import re
 import threading
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from datetime import date
 from enum import Enum
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import pytest
+import toys
 from pydantic import AfterValidator, Field
 from scripts import call
 from stages import (
@@ -46,7 +47,6 @@ from llamabranch.errors import (
     ClosedError,
     ConfigError,
     ParseError,
-    PerformanceWarning,
     ToolError,
     UnsupportedError,
 )
@@ -152,15 +152,45 @@ def test_tasks_are_a_list_and_samples_are_choices(stage: Context) -> None:
 def test_a_run_goes_on_after_a_report(stage: Context) -> None:
     agent = Agent(stage, "sys", [add])
     first = agent.run("plain: hello")
-    second = agent.run("and again?", after=first)
+    second = agent.run("and again?", history=first)
     assert second.text == "And again."
     assert second.tokens[: len(first.tokens)] == first.tokens
-    assert second.stats.reread == 0
+    assert second.reread == 0
     asked = [m["content"] for m in second.messages if m["role"] == "user"]
     assert asked == ["plain: hello", "and again?"]
-    other = Agent(stage, "sys", [add])
-    with pytest.raises(ConfigError, match="another agent"):
-        other.run("x", after=first)
+
+
+def test_a_history_is_a_report_of_any_agent_or_messages(stage: Context) -> None:
+    """The K/V that is still cached is not read again, and the requests say why the rest was."""
+    first = Agent(stage, "sys", [add]).run("plain: hello")
+    kept = json.loads(json.dumps(first.messages))  # as from a file
+    agent = Agent(stage, "sys", [add])
+    runs: list[Callable[[Any], Report]] = [
+        lambda history: agent.run("and again?", history=history),
+        lambda history: list(agent.stream("and again?", history=history))[-1].report or first,
+        lambda history: asyncio.run(agent.arun("and again?", history=history)),
+    ]
+    seen: list[str] = []
+    for history, run in itertools.product((first, kept, kept[1:]), runs):
+        report = run(history)
+        assert (report.text, report.messages[:3]) == ("And again.", first.messages)
+        causes = [cause.kind for cause in report.requests[0].causes if cause.is_again]
+        assert report.cached > 0 and bool(causes) == (report.reread > 0)
+        seen += causes
+    assert seen == ["retokenized"]  # once: the tokenizer never gives what the model wrote
+    assert stage.prefix_cache is not None
+    stage.prefix_cache.clear()
+    assert agent.run("and again?", history=kept).reread > 0
+    other = Agent(stage, [("system", "other"), ("user", "the document")]).run("x", history=first)
+    assert [m["content"] for m in other.messages[:2]] == ["other", "the document\n\nplain: hello"]
+    assert (other.text, other.requests[0].causes[0].kind) == ("And again.", "first")
+    again = Agent(stage, [("user", "the document")]).run("x", history=other.messages[1:])
+    assert again.messages[0] == other.messages[1]  # it begins with the agent's own messages
+    both = agent.run(["one", "two"], history=[("user", "plain: a"), ("assistant", "b")])
+    assert [m["content"] for m in both[1].messages] == ["sys", "plain: a", "b", "two", "And again."]
+    for bad in ("text", [3], 7):
+        with pytest.raises(ConfigError):
+            agent.run("x", history=cast(Any, bad))
 
 
 def test_a_run_goes_on_after_one_that_ended_before_its_json(
@@ -175,9 +205,9 @@ def test_a_run_goes_on_after_one_that_ended_before_its_json(
         if step.kind == "text":
             now[0] = 10.0
 
-    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, None, listen))
+    (first,) = asyncio.run(conduct(agent, ["typed: go"], 1, (), listen))
     assert first.finish_reason == "time" and first.messages[-1]["role"] == "user"
-    second = agent.run("and again?", after=first)
+    second = agent.run("and again?", history=first)
     assert "and again?" in read_by(stage, second)
     assert read_by(stage, second).count("<|assistant|>") == sum(
         message["role"] == "assistant" for message in second.messages
@@ -226,7 +256,7 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def endless() -> Iterator[int]:
-    yield from count()
+    yield from itertools.count()
 
 
 async def endless_later() -> AsyncIterator[int]:
@@ -322,7 +352,7 @@ TOLD: list[tuple[Any, ...]] = [
     ("loops", [name], {}, ["Ida"] * 3 + [MADE] * 2 + [f"{MADE}\n{LAST} loops: go"], "It is Ida.",
      "stop", "repeats"),
     ("again", [name], {"repeats": 0}, ["Ida", MADE, MADE, f"{MADE}\n{LAST} again: go"], "",
-     "turns", "repeats"),
+     "repeats", "repeats"),
     ("fails", [fails], {}, ["error: it is not there"] * 3, f"{ALL_FAILED}error: it is not there",
      "error", None),
     ("unknowns", [add], {}, [NOPE] * 3, ALL_FAILED + NOPE, "error", None),
@@ -336,6 +366,7 @@ def test_results_are_told_to_the_model(stage: Context, row: tuple[Any, ...]) -> 
     report = agent.run(task if ":" in task else f"{task}: go")
     made = [step for step in report.steps if step.kind == "result"]
     assert (report.finish_reason, report.limit) == (reason, limit)
+    assert reason in ("stop", "error", limit)  # where a limit has ended it, both name it
     if reason == "error":  # the last results are not read
         assert isinstance(report.error, ToolError) and text in report.error.message
         assert [step.text for step in made] == told
@@ -559,7 +590,7 @@ def test_last_turn_that_calls_is_asked_without_the_functions(
     assert (report.text, report.finish_reason, report.limit) == ("It is Ida.", "stop", "turns")
     assert len(report.calls) == max_turns - 1 and "Tell a name" not in read_by(stage, report)
     assert kinds(report.steps).count("call") == max_turns - 1
-    assert ("reread" in kinds(report.steps)) == (max_turns > 1)
+    assert (report.reread > 0) == (max_turns > 1)
     assert report.messages[-1]["content"] == "It is Ida."
 
 
@@ -568,7 +599,7 @@ def test_tokens_that_run_out_end_a_text(stage: Context) -> None:
         stage, sampling=lb.SamplingParams(logit_bias=dict.fromkeys(stage.model.eog_tokens, -1e9))
     )
     report = free.run("plain: go")  # this script never ends by itself
-    assert report.finish_reason == "length" and report.stats.generated == 2048
+    assert report.finish_reason == report.limit == "length" and report.generated == 2048
 
 
 def test_cells_that_run_out_shorten_results_and_make_the_last_turn(small: Context) -> None:
@@ -595,7 +626,7 @@ def test_seconds_that_run_out_keep_what_was_written(stage: Context) -> None:
     agent = Agent(stage, max_seconds=0.3, max_tokens=100_000, logit_bias=bias)
     steps = [*agent.stream("plain: go")]
     report = steps[-1].report
-    assert report is not None and report.finish_reason == "time"
+    assert report is not None and report.finish_reason == report.limit == "time"
     assert "".join(s.text for s in steps if s.kind == "text").strip() == report.text
     report = Agent(stage, tools=[sleeps], max_seconds=0.3).run("sleeps: go")
     assert report.finish_reason == "time"
@@ -608,7 +639,7 @@ def test_output_is_asked_for_after_the_answer(stage: Context) -> None:
     report = Agent(stage, output=Number).run("typed: go")
     assert report.parsed == Number(3) and report.text == "3"
     assert [m["content"] for m in report.messages][1] == "It is three."
-    assert report.stats.reread == 0
+    assert report.reread == 0
     other = Agent(stage, output=Sum).run("plain: go")
     assert isinstance(other.parsed, Sum)
     asked = str(other.messages[-2]["content"])
@@ -639,7 +670,7 @@ def test_another_agent_is_a_function_that_takes_a_task(stage: Context) -> None:
     assert {s.agent for s in inner} == {"helper"}
     end = next(s for s in inner if s.kind == "end")
     assert end.report is not None and end.report.seed != report.seed
-    assert report.stats.generated == 2 + end.report.stats.generated
+    assert report.generated == 2 + end.report.generated
 
 
 def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
@@ -651,11 +682,11 @@ def test_forks_go_on_from_the_callers_tokens(stage: Context) -> None:
     assert list(ends) == ["0.0/0.0.0", "0.0/0.0.1", "0.0"]
     for k in (0, 1):
         fork = ends[f"0.0/0.0.{k}"]
-        assert fork is not None and fork.stats.reread == 0
+        assert fork is not None and fork.reread == 0
         tool_messages = [m for m in fork.messages if m["role"] == "tool"]
         assert f"fork {k + 1} of 2" in str(tool_messages[0]["content"])
         assert fork.tokens[:20] == report.tokens[:20]
-        assert fork.stats.cached > 0.8 * fork.stats.evaluated
+        assert fork.cached > 0.8 * fork.evaluated
 
 
 def test_a_fork_that_forks_is_told(stage: Context) -> None:
@@ -836,11 +867,15 @@ def test_engine_that_is_closed_cancels_what_runs(stage: Context) -> None:
     assert asyncio.run(main()).finish_reason == "cancelled"
 
 
-def test_context_without_prefixes_warns(scripted: lb.Model) -> None:
+def test_context_keeps_prefixes_unless_it_was_told_not_to(
+    scripted: lb.Model, tmp_path: Path
+) -> None:
     with lb.Context(scripted, n_ctx=1024, n_threads=1, prefix_cache=False) as ctx:
-        with pytest.warns(PerformanceWarning, match="keeps no prefixes"):
-            agent = Agent(ctx, tools=[add])
-        assert agent.run("one: go").text == "It is three."
+        report = Agent(ctx, tools=[add]).run("one: go")
+        assert (report.text, report.cached) == ("It is three.", 0) and report.reread > 0
+    path = toys.write_mamba(tmp_path / "mamba.gguf")  # of memory that cannot be cut, too
+    with lb.Model(path, chat_template="chatml") as model, lb.Context(model, n_threads=1) as ctx:
+        assert Agent(ctx) and ctx.prefix_cache is not None
 
 
 def test_template_that_refuses_the_trunk(stage: Context) -> None:

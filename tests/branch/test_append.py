@@ -32,13 +32,13 @@ def test_appended_tokens_are_not_generated_and_have_no_score(ctx: Context) -> No
     added = ctx.tokenize(NEXT, add_special=False)
     branch.append(NEXT)
     assert branch.tokens[n:] == added
-    assert branch.generated == [t.token for t in first]
+    assert branch.generated_tokens == [t.token for t in first]
     assert branch.perplexity() == pytest.approx(
         math.exp(-sum(t.logprob for t in first) / len(first))
     )
     fork = branch.fork()
     second = list(fork.generate(5))
-    assert fork.generated == [t.token for t in first + second]
+    assert fork.generated_tokens == [t.token for t in first + second]
     assert fork.log_likelihood() == pytest.approx(sum(t.logprob for t in first + second))
     assert fork.log_likelihood("fork") == pytest.approx(sum(t.logprob for t in second))
     assert NEXT in fork.text and fork.n_prompt == branch.n_prompt
@@ -67,10 +67,10 @@ def test_a_grammar_holds_for_each_answer(ctx: Context, other_ctx: Context, tmp_p
     assert second == answer(again, 40)
     assert second.startswith(" ") and second.endswith(".")
     restored = Branch.load(other_ctx, tmp_path / "a.branch")  # it knows what was appended
-    assert restored.generated == ctx.tokenize(first, add_special=False)
+    assert restored.generated_tokens == ctx.tokenize(first, add_special=False)
     assert answer(restored, 40) == second
     restored.rewind(restored.n_prompt)
-    assert restored.generated == []
+    assert restored.generated_tokens == []
     assert branch.text == STORY + first + NEXT + second
     branch.resample(branch.sampling.replace(temperature=0.5))  # replays the tokens
 
@@ -85,22 +85,22 @@ def test_rewinding_through_appended_text(ctx: Context) -> None:
     expected = branch.tokens
     for position in range(branch.position, branch.n_prompt - 1, -1):
         branch.rewind(position)
-        states.append((branch.generated, branch.log_likelihood(), branch.produce()))
+        states.append((branch.generated_tokens, branch.log_likelihood(), branch.produce()))
     for generated, log_likelihood, _ in states:
         assert len(generated) <= 8 and log_likelihood <= 0.0
-    assert branch.generated == [] and branch.sequence.appended == []
+    assert branch.generated_tokens == [] and branch.sequence.appended == []
     answer(branch, 2)
     branch.append(NEXT)
     cut = branch.position - 1  # inside what was appended
     branch.rewind(cut)
-    assert branch.generated == states[-3][0]
+    assert branch.generated_tokens == states[-3][0]
     branch.append(expected[cut : cut + 1])  # joins it
     assert len(branch.sequence.appended) == 1
     answer(branch, 3)
     branch.append(NEXT)
     answer(branch, 3)
     assert branch.tokens == expected
-    assert (branch.generated, branch.log_likelihood()) == states[0][:2]
+    assert (branch.generated_tokens, branch.log_likelihood()) == states[0][:2]
 
 
 def test_many_tokens_take_the_memory_of_few(target: lb.Model) -> None:

@@ -91,7 +91,7 @@ def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> No
     assert len({tuple(generate(branch)) for branch in free}) == 4
     again.resample(free[0].sampling.replace(seed=free[0].seed))
     again.rewind(again.n_prompt)
-    assert generate(again) == free[0].generated
+    assert generate(again) == free[0].generated_tokens
     free[0].reseed(5)
     assert free[0].sampling.seed is None  # the settings have no seed
 
@@ -157,10 +157,10 @@ def test_generation_ends_at_an_end_token_that_is_not_yielded(ctx: Context) -> No
     assert branch.text == ctx.detokenize(branch.tokens)
     branch.steer({end: 1e6})
     assert branch.produce().is_stop and branch.step().is_stop
-    assert (branch.finish_reason, branch.generated) == ("stop", tokens)
+    assert (branch.finish_reason, branch.generated_tokens) == ("stop", tokens)
     assert list(branch.generate(5)) == []
     assert (branch.is_stop, branch.finish_reason, branch.state) == (True, "stop", "finished")
-    assert branch.generated == tokens
+    assert branch.generated_tokens == tokens
     branch.steer({})
     assert len(generate(branch, 3)) == 3
     assert not branch.is_stop

@@ -52,7 +52,7 @@ def by_hand(ctx: Context, answer: lb.chat.Answer, chat: Chat) -> list[int]:
     with Branch.start(ctx, answer.prompt, sampling=params) as branch:
         for _ in branch.generate(chat.options["max_tokens"], chat.options.get("stop", ())):
             pass
-        return branch.generated
+        return branch.generated_tokens
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def talking(
 
 
 def n_evaluated(chat: Chat) -> int:
-    return chat.stats.prompt_tokens + chat.stats.generated_tokens
+    return chat.stats.evaluated + chat.stats.generated
 
 
 def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
@@ -121,7 +121,7 @@ def ten_turns(chat: Chat) -> list[lb.chat.Answer]:
     answers.append(chat.edit(5, "Then came a bear.").finish())
     answers += [chat.send(f"And on day {day}?").finish() for day in range(1, 5)]
     stats = chat.stats
-    n_read = stats.prompt_tokens + stats.cached_prompt_tokens + stats.generated_tokens
+    n_read = stats.evaluated + stats.cached + stats.generated
     assert n_read == sum(len(answer.prompt) + len(answer.tokens) for answer in answers)
     return answers
 
@@ -280,12 +280,12 @@ def test_an_answer_that_ends_before_its_first_token_leaves_the_chat_as_it_was(
             again = BEGINNINGS[begin](chat)
             ctx.interrupt()
             with pytest.raises(lb.errors.DecodeInterruptedError):
-                next(again)
+                list(again)
             assert where(chat) == before
             chat.set(on_prompt_progress=meddle if meddles else fail)
             again = BEGINNINGS[begin](chat)
             with pytest.raises(ValueError, match="the user's own"):
-                next(again)
+                list(again)
             chat.set(on_prompt_progress=None)
             assert (where(chat), [*again]) == (before, [])
             chat.send("Who?")
@@ -569,7 +569,7 @@ def test_every_memory_and_template_gives_what_a_branch_by_hand_gives(
             answers.append(chat.edit(1, "ax").finish())
             chat.switch(1)
             answers.append(chat.send("ef").finish())
-            cached = chat.stats.cached_prompt_tokens
+            cached = chat.stats.cached
             for answer in answers:
                 assert by_hand(other, answer, chat) == answer.tokens
         assert cached > sum(len(answer.prompt) for answer in answers) / 4
@@ -718,9 +718,9 @@ def test_a_chat_thinks_as_a_call_does_and_keeps_its_thoughts(tmp_path: Path) -> 
         talking(thinker, seed=3, max_tokens=30, thinking=10) as chat,
     ):
         first = chat.send("Tell me of a bear.")
-        pieces = [(token.text, token.is_thought) for token in first]
-        assert "".join(text for text, is_thought in pieces if is_thought).strip() == first.thought
-        assert "".join(text for text, is_thought in pieces if not is_thought) == first.text
+        pieces = [(event.text, event.thought) for event in first]
+        assert "".join(thought for _, thought in pieces).strip() == first.thought
+        assert "".join(text for text, _ in pieces) == first.text
         asked: list[dict[str, object]] = [{"role": "user", "content": "Tell me of a bear."}]
         alone = chat.ctx.chat(asked, thinking=10, max_tokens=30, seed=3, drafter=None)
         assert (first.thought, first.text, first.tokens) == (

@@ -59,7 +59,7 @@ def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
         assert run(*arguments, *more, stdin="one: go\n").stdout == "It is three.\n"
     report = answer(*arguments, "-s", "3", "-sys", "Help.", "one:", "go")
     assert report["text"] == "It is three." and report["finish_reason"] == "stop"
-    assert report["seed"] == 3 and report["stats"]["generated"] == 2
+    assert report["seed"] == 3 and report["generated"] == 2
     assert report["calls"] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]
     assert report["messages"][:2] == [
         {"role": "system", "content": "Help."}, {"role": "user", "content": "one: go"},

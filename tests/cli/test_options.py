@@ -134,7 +134,7 @@ def test_short_forms_minus_one_and_a_context_of_zero_tokens() -> None:
         n_ctx = int(model.metadata["llama.context_length"])
     arguments = ("generate", "Once " * 450, "-d", "none", "-n", "-1", "-s", "1", "-c", "0")
     report = answer(*arguments, "-S", "min_tokens=2000")
-    n = report["stats"]["prompt_tokens"] + len(report["tokens"])
+    n = report["stats"]["evaluated"] + len(report["tokens"])
     assert report["finish_reason"] == "capacity" and n_ctx - 4 <= n <= n_ctx + 1
 
 

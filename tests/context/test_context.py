@@ -324,17 +324,22 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
         assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 16)
 
 
-def test_longer_context_warns_once_with_rope_scaling_as_the_hint(target: lb.Model) -> None:
-    message = r"n_ctx=2048 .* 1024 tokens .*rope_scaling='yarn', rope_freq_scale=0.5"
-    every: list[dict[str, Any]] = [{}, {"n_seq_max": 1}]
-    for options in every:
-        with pytest.warns(ContextLengthWarning, match=message) as caught:
-            ctx = Context(target, n_ctx=2048, n_threads=1, **options)
-        assert [warning.filename for warning in caught] == [__file__]
-        with ctx:
-            ctx.decode([5] * (TRAINED + 3), 0)  # warned already
-    with pytest.warns(ContextLengthWarning), lb.load(n_ctx=2048, n_threads=1):
-        pass
+def test_a_text_that_gets_too_long_warns_once_with_rope_scaling_as_the_hint(
+    target: lb.Model,
+) -> None:
+    message = r"a text gets .* 1024 tokens .*rope_scaling='yarn', rope_freq_scale=0.5"
+    for n_seq_max in (None, 1):
+        with Context(target, n_ctx=2048, n_seq_max=n_seq_max, n_threads=1) as ctx:
+            with pytest.warns(ContextLengthWarning, match=message) as caught:
+                ctx.decode([5] * (TRAINED + 3), 0)
+            assert [warning.filename for warning in caught] == [__file__]
+            ctx.decode([5], TRAINED + 3)  # warned already
+
+
+def test_eight_users_of_2000_tokens_get_no_warning(target: lb.Model) -> None:
+    """Warnings are errors in these tests. The trained length is one text's, n_ctx is all texts'."""
+    with lb.load(n_ctx=16 * TRAINED, n_threads=1) as ctx:
+        assert len(ctx.complete([[5] * 1000 + [i] for i in range(8)], max_tokens=2)) == 8
 
 
 def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: lb.Model) -> None:
@@ -344,7 +349,7 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
         ctx.decode([2] * 300, 0)
         branch.commit(3)
         before = branch.logits
-        with pytest.raises(ContextLengthWarning, match="a sequence gets more than the 300 tokens"):
+        with pytest.raises(ContextLengthWarning, match="a text gets longer than the 300 tokens"):
             branch.commit(4)  # warnings are errors in these tests; nothing has happened
         assert len(branch.tokens) == 300
         assert np.array_equal(branch.logits, before)

@@ -206,11 +206,6 @@ def test_nothing_is_tried_or_promised_unless_asked(
         assert not ctx.complete("Once", max_tokens=2).exact
 
 
-def test_the_old_name_means_the_same(target: lb.Model) -> None:
-    for value, is_exact in ((True, True), ("auto", False), (False, False)):
-        with lb.load(target.path, n_ctx=256, n_threads=1, batch_invariant=value) as ctx:
-            assert ctx.params.exact is ctx.capabilities.exact is is_exact
-        with Context(target, n_ctx=256, n_threads=1, batch_invariant=value) as ctx:
-            assert ctx.params.exact is is_exact
+def test_exact_is_a_flag(target: lb.Model) -> None:
     with pytest.raises(lb.ConfigError, match="exact must be True or False"):
         Context(target, exact="auto")  # type: ignore[arg-type]

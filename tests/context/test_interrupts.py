@@ -253,7 +253,7 @@ def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
         for produced in branch.generate(40):
             yielded.append(produced.token)
     # The last one was given out before it was decoded.
-    assert branch.generated == yielded == whole[:18]
+    assert branch.generated_tokens == yielded == whole[:18]
     assert [produced.token for produced in branch.generate(22)] == whole[18:]
 
 

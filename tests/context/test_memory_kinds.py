@@ -179,7 +179,7 @@ def appended(w: World, folder: Path) -> Iterator[Branch]:
     yield branch
     list(branch.generate(40))
     branch.rewind(14)
-    assert branch.generated == branch.tokens[7:11]
+    assert branch.generated_tokens == branch.tokens[7:11]
     yield branch
 
 

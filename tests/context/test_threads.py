@@ -59,7 +59,7 @@ def write_text(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
             if i % 7 == 0:
                 branch.rewind(branch.position - 1)
                 branch.commit(texts[-1])
-        assert branch.generated == texts
+        assert branch.generated_tokens == texts
         return texts
 
 
@@ -372,8 +372,8 @@ def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:
         thread.start()
     n_stopped = 0
     try:
-        while any(thread.is_alive() for thread in threads) or len(branch.generated) < 60:
-            if len(branch.generated) == 60:  # the other threads are slow: generate it again
+        while any(thread.is_alive() for thread in threads) or len(branch.generated_tokens) < 60:
+            if len(branch.generated_tokens) == 60:  # the other threads are slow: generate it again
                 branch.rewind(branch.n_prompt)
             try:
                 branch.step()
@@ -383,7 +383,7 @@ def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:
         for thread in threads:
             thread.join()
     assert n_stopped > 0
-    assert branch.generated == whole
+    assert branch.generated_tokens == whole
     with Branch.create(ctx) as again:
         ctx.decoder.stops.resume()
         again.prefill(branch.tokens)

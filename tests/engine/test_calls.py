@@ -96,7 +96,7 @@ def test_text_and_events_of_a_call_have_only_its_content(ctx: lb.Context) -> Non
         assert body["choices"][0]["message"]["content"] == (content or None)
         with lb.Chat(ctx, None, **asked()) as chat:
             answer = chat.send("Where?")
-            assert "".join(token.text for token in answer if not token.is_thought) == content
+            assert "".join(event.text for event in answer) == content
             assert (answer.text, answer.finish_reason) == (content, "tool_calls")
             assert [call[:2] for call in answer.tool_calls] == [FIND[:2]]
 

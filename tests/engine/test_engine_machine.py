@@ -74,7 +74,7 @@ class World:
                     branch.generate(min(n, least)).finish()
                     branch.resample(params)
                 branch.generate(max(0, n - least), constraint=constraint).finish()
-                self.known[key] = branch.generated
+                self.known[key] = branch.generated_tokens
         return self.known[key]
 
     def scores(self, prompt: Any) -> list[TokenScore | None]:

@@ -202,7 +202,7 @@ def test_one_that_fails_ends_its_text_only(
     with Branch.start(ctx, PROMPT, sampling=params.replace(logits_processor=later)) as branch:
         with pytest.raises(ConfigError, match=message):
             list(branch.generate(20))
-        assert branch.generated == expected[:6]
+        assert branch.generated_tokens == expected[:6]
         branch.resample(params)
         assert [t.token for t in branch.generate(14)] == expected[6:]
     with pytest.raises(ConfigError, match=message):

@@ -82,7 +82,7 @@ def turn(ctx: Context, messages: Messages, **options: Any) -> Record:
 def caused(record: Record, kind: str) -> str:
     """Return the reason of this kind in words. There is no other one for reading again."""
     (cause,) = [cause for cause in record.causes if cause.is_again]
-    assert (cause.kind, record.again) == (kind, cause.n_tokens)
+    assert (cause.kind, record.reread) == (kind, cause.n_tokens)
     assert cause.told in record.line()
     return cause.told
 
@@ -93,7 +93,7 @@ def test_each_change_of_a_prompt_is_named(ctx: Context, number: int, session: st
     """Five kinds of changes, each in five conversations, with and without a session."""
     messages, options = began(number), {"session_id": session}
     assert [c.kind for c in turn(ctx, messages, **options).causes] == ["first"]
-    assert turn(ctx, messages, **options).again == 0
+    assert turn(ctx, messages, **options).reread == 0
 
     messages[0]["content"] = messages[0]["content"].replace("version=1", "version=2")
     told = caused(turn(ctx, messages, **options), "changed")
@@ -160,11 +160,11 @@ def test_no_hit_has_a_cause(ctx: Context) -> None:
     """Forty turns of five conversations and of sub-agents: nothing is read again, and nothing is told."""
     for number in range(5):
         messages = began(number)
-        assert turn(ctx, messages).again == 0
+        assert turn(ctx, messages).reread == 0
         for i in range(4):
             record = turn(ctx, messages, session_id=None if i % 2 else f"main {number}")
             assert ([c.kind for c in record.causes], record.hint) == (["new"], "")
-            assert record.cached > 0 == record.again
+            assert record.cached > 0 == record.reread
         for i in range(4):  # sub-agents begin like it
             child = [*messages[:-1], said("user", f"Task {i}: {TASKS[-1 - i]}")]
             names = {"session_id": f"{number}.{i}", "parent_session_id": f"main {number}"}
@@ -178,7 +178,7 @@ def test_clients_that_say_the_same_in_other_prompts_are_no_cause(ctx: Context) -
     shared = " ".join(LINES[:3])
     for i, session in enumerate((None, "a", None, "b")):
         content = f"{TASKS[i]} {' '.join(LINES[3 + i : 4 + i] * 5)} {shared}"
-        assert turn(ctx, [said("user", content)], session_id=session).again == 0
+        assert turn(ctx, [said("user", content)], session_id=session).reread == 0
 
 
 def test_memory_that_cannot_go_back_and_scores_are_named(ctx: Context, tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_white_space_that_changed_is_no_word_that_was_added(ctx: Context) -> Non
         messages = began(0)
         messages[0]["content"] = messages[0]["content"].replace("You tell tales.", changed)
         record = turn(ctx, messages, session_id="a")
-        assert record.again == 0 or ": white space changed, in the system" in record.line()
-    assert record.again == 0
+        assert record.reread == 0 or ": white space changed, in the system" in record.line()
+    assert record.reread == 0
 
 
 def test_tools_are_named_where_a_prompt_parts_from_another(ctx: Context) -> None:

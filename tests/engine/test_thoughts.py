@@ -259,11 +259,11 @@ def test_a_stream_has_each_token_once(shape: str) -> None:
             assert len(heard(stream)) == n
             with lb.Chat(ctx, max_tokens=limit, seed=seed) as chat:
                 answer = chat.send(ASKED[0]["content"])
-                said = [token for token in answer if not token.is_stop]
-                spoken = [token.token for token in said if not token.is_thought]
+                said = [event for event in answer if event.token >= 0]
+                spoken = [event.token for event in said if not event.is_thought]
                 assert spoken == answer.tokens[len(answer.tokens) - len(spoken) :]
                 assert len(said) <= len(answer.tokens)
-                assert "".join(t.text for t in said if not t.is_thought) == answer.text
+                assert "".join(event.text for event in said) == answer.text
 
 
 def test_a_model_that_does_not_think_says_so(target: Model) -> None:

@@ -85,8 +85,8 @@ def test_the_tree_the_bars_and_their_reasons(
             "() => Object.fromEntries([...document.querySelectorAll(`[data-number='5'] .bar i`)]"
             ".map(part => [part.className, part.getBoundingClientRect().width]))"
         )
-        scale = widths["again"] / record.again
-        assert widths["new"] == pytest.approx((record.evaluated - record.again) * scale, abs=1)
+        scale = widths["again"] / record.reread
+        assert widths["new"] == pytest.approx((record.evaluated - record.reread) * scale, abs=1)
         whole = page.locator("[data-number='12'] .bar .cached").bounding_box()
         assert whole is not None
         assert whole["width"] == pytest.approx(day[12].cached * scale, abs=1)

@@ -64,7 +64,7 @@ def test_the_example_is_no_part_of_the_document_until_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Paged(tmp_path) as page:
-        monkeypatch.setattr("llamabranch.loom.example._TOKENS", 10_000)  # until it is stopped
+        monkeypatch.setattr("llamabranch.loom.loom._TOKENS", 10_000)  # until it is stopped
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(page.api.get, "/loom/example")
             while page.server.service is None or not page.server.service.n_texts:
@@ -306,6 +306,7 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
             {"regex": "a", "choice": ["b"]},
             {"sampling": {"mirostat": 2}}, {"n": "many"}, {"seed": "x"}, {"sampling": {"top_p": 7}},
             {"grammar": "root ::= nothing"}, {"json_schema": {"type": "nonsense"}}, {"stop": 3},
+            {"stop": [""]},
         ]  # fmt: skip
         for fields in wrong:
             page.do("bar", 400, set={"text": fields})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -9,6 +11,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from conftest import has_smollm2, listed
 
 import llamabranch
+from llamabranch.engine.completion import Call
 from llamabranch.pictures import visible
 
 ROOT = Path(__file__).parents[2]
@@ -161,3 +165,50 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
         for match in re.finditer(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             assert (path.parent / match[1]).exists(), f"{path.name} links to {match[1]}"
+
+
+# -- tables of options -------------------------------------------------------------------------------
+
+TABLES = [
+    (path.name, owner, name, default)
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    for owner, rows in re.findall(
+        r"^\| option of `lb\.([\w.]+)` \| default \|.*\n\|[-|]+\|\n((?:\|.*\n)+)",
+        path.read_text("utf-8"), re.MULTILINE,
+    )
+    for names, default in re.findall(r"^\| (`.*?`) \| `(.*?)` \|", rows, re.MULTILINE)
+    for name in re.findall(r"`(\w+)`", names)
+]  # fmt: skip
+GUIDE = {"batching.md", "branches.md", "chat.md", "serve.md", "service.md", "speculation.md",
+         "structured.md"}  # fmt: skip
+
+
+def defaults(owner: str) -> dict[str, object]:
+    """Return the default of every option of a class or function, as a user meets it."""
+    if owner == "Context.chat":
+        with llamabranch.load(chat_template="chatml", n_threads=1) as ctx:
+            call = Call(ctx, [("user", "x")], None, {}, chats=True)
+            job = ctx.submit("x")
+            job.cancel()
+        (request,) = call.requests
+        found: dict[str, object] = {
+            name: getattr(request, name) for name in request.__struct_fields__
+        }
+        settings = dataclasses.asdict(llamabranch.SamplingParams())
+        return settings | found | {"max_tokens": job.max_tokens, "drafter": call.drafter}
+    of: Any = functools.reduce(getattr, owner.split("."), llamabranch)
+    parts: list[Any] = (
+        [of, llamabranch.Model, llamabranch.ContextParams] if of is llamabranch.load else [of]
+    )
+    signatures = [inspect.signature(part).parameters for part in parts]
+    return {name: it.default for parameters in signatures for name, it in parameters.items()}
+
+
+def test_tables_of_options_have_the_defaults_and_are_short() -> None:
+    """A reader of a checkout sees no reference, so each guide has the options that people set."""
+    assert {page for page, *_ in TABLES} == GUIDE
+    known = {owner: defaults(owner) for owner in {owner for _, owner, *_ in TABLES}}
+    for page, owner, name, default in TABLES:
+        assert repr(known[owner][name]) == default.replace('"', "'"), (page, owner, name)
+    rows = Counter((page, owner) for page, owner, *_ in TABLES)
+    assert max(rows.values()) <= 10, rows

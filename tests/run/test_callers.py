@@ -57,7 +57,7 @@ def test_a_step_runs_the_texts_of_all_callers(ctx: Context) -> None:
     assert ctx.decoder.n_decodes == before, "its text had been generated"
     assert events[-1].result is not None
     assert [events[-1].result.tokens, result.tokens] == expected[:2]
-    assert waiting.stats.generated_tokens == reading.stats.generated_tokens == 12
+    assert waiting.stats.generated == reading.stats.generated == 12
 
 
 def test_threads_that_generate_at_the_same_time(ctx: Context) -> None:

@@ -82,7 +82,6 @@ class Kind:
             yield ctx, drafters
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.errors.PerformanceWarning")  # agents read again
 @pytest.mark.filterwarnings(r"ignore:answer\(\) failed")  # of a vote: a function may raise
 @pytest.mark.parametrize("name", KINDS)
 def test_every_text_of_a_program_is_what_it_is_alone(name: str, tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def test_each_token_costs_one_decode_of_all_beams(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
         before = ctx.decoder.n_decodes
         stats = search.beam_search(root, beams=5, max_tokens=20, early_stopping="never").stats
-        assert stats.decodes == ctx.decoder.n_decodes - before == 19
-        assert stats.tokens_decoded <= 19 * 5
+        assert stats.target_forward_passes == ctx.decoder.n_decodes - before == 19
+        assert stats.generated <= 19 * 5
 
 
 def test_each_beam_needs_a_sequence(target: Model) -> None:

@@ -34,7 +34,7 @@ def test_a_changing_line_is_left_out_at_every_door() -> None:
             assert n == 1 + usage["cache_read_input_tokens"]
             for record in server.ctx.requests[-2:]:
                 assert record.dropped == ([line.strip()] if line else [])
-                assert record.again == 0
+                assert record.reread == 0
 
 
 def test_expressions_that_are_invalid_or_match_everything_are_refused() -> None:

@@ -108,10 +108,10 @@ def day(server: Serving, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_totals_and_what_came_later(server: Serving, day: list[Any]) -> None:
     totals, requests = listed(server)["totals"], listed(server)["requests"]
     assert [each["number"] for each in requests] == [*range(len(day))]
-    assert totals["asked"] == sum(each.num_prompt_tokens for each in day)
-    assert totals["asked"] == totals["cached"] + totals["read"]
-    assert totals["again"] == sum(each.again for each in day) > 0
-    assert sum(totals["causes"].values()) == totals["read"]
+    assert totals["num_prompt_tokens"] == sum(each.num_prompt_tokens for each in day)
+    assert totals["num_prompt_tokens"] == totals["cached"] + totals["evaluated"]
+    assert totals["reread"] == sum(each.reread for each in day) > 0
+    assert sum(totals["causes"].values()) == totals["evaluated"]
     last = day[-1].number
     assert not day[-1].finish_reason
     for after, numbers in ((last - 2, [last - 1, last]), (last, [last]), (last + 9, [last])):

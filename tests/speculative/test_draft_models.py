@@ -89,7 +89,7 @@ def test_states_follow_forks_that_outlive_their_parents(ctx: Context, draft_ctx:
     child.promote()
     speculator.generate(PROMPTS[1], max_tokens=5, sampling=WARM).finish()  # closes ended states
     speculator.generate(child, max_tokens=10).finish()
-    assert child.generated == [t.token for t in plain(ctx, PROMPTS[0] * 8, WARM, 30)]
+    assert child.generated_tokens == [t.token for t in plain(ctx, PROMPTS[0] * 8, WARM, 30)]
     child.prune()
     speculator.forget(child)
     assert other.usage().cells_used == 0

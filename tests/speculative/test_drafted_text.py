@@ -306,7 +306,7 @@ def by_branch(
         for branch, case, generation, text in zip(
             branches, cases[i:], running, heard_texts, strict=False
         ):
-            assert branch.generated == generation.tokens == text.tokens
+            assert branch.generated_tokens == generation.tokens == text.tokens
             with Branch.start(ctx, branch.tokens, sampling=case.sampling) as again:
                 assert np.array_equal(branch.logits, again.logits)
                 if case.grammar is None:

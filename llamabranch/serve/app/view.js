@@ -177,12 +177,12 @@ function detail(request) {
       [h("dt", {}, name), h("dd", {}, typeof value === "string" ? visible(value) : value)])));
 }
 
-/** @typedef {{asked: number, read: number, again: number, since: number, causes: Record<string, number>}} Totals */
-function drawTotals(/** @type {Totals} */ { asked, read, again: old, since, causes }) {
+/** @typedef {{num_prompt_tokens: number, evaluated: number, reread: number, since: number, causes: Record<string, number>}} Totals */
+function drawTotals(/** @type {Totals} */ { num_prompt_tokens: asked, evaluated, reread, since, causes }) {
   const isToday = new Date(1000 * since).toDateString() === new Date().toDateString();
   const kinds = Object.entries(causes).filter(([kind, n]) => n && !FRESH.includes(kind)).sort((a, b) => b[1] - a[1]);
-  fill($("totals"), h("b", {}, count(asked)), " tokens asked, ", h("b", {}, count(read)), " read, ",
-    h("b", { class: old ? "again" : "" }, count(old)), " of them again");
+  fill($("totals"), h("b", {}, count(asked)), " tokens asked, ", h("b", {}, count(evaluated)), " read, ",
+    h("b", { class: reread ? "again" : "" }, count(reread)), " of them again");
   fill($("causes"), `${isToday ? "today" : new Date(1000 * since).toLocaleDateString("en-GB", { day: "numeric", month: "long" })} since ${clock(since).slice(0, 5)}; `,
     kinds.length ? `${plural(kinds.length, "cause")}: ${kinds.map(([kind, n]) => `${kind} ${count(n)}`).join(", ")}` : "nothing was read twice");
 }

@@ -217,17 +217,24 @@ def write(
     words, own = ([_word(model, token) for token in ids] for ids in (full, before))
     places = common(own, words)
     at, skipped = places[-1]
-    *_, last = talk.messages
-    caller = next((turn for turn in known[::-1] if turn.role == "assistant"), None)
-    end = (caller.end or len(before)) if caller else 0
-    if caller and caller.at <= at < end and last["role"] == "tool":
-        # The call before a tool's result stays as the model wrote it, even if the template would write
-        # it in another way. The template's tokens go on where it ends the call's turn.
-        other = [*talk.messages[:-1], {**last, "content": f"x{last['content']}"}]
+    for i, turn in enumerate(known[: len(talk.messages) - 1]):
+        end = turn.end or len(before)
+        if turn.role != "assistant" or not turn.at <= at < end:
+            continue
+        # An answer stays as the model wrote it, even if the template would write it in another way, for
+        # example a call. The template's tokens go on where it ends this turn.
+        head, (following, *rest) = talk.messages[: i + 1], talk.messages[i + 1 :]
+        other = [*head, {**following, "content": f"x{following['content']}"}, *rest]
         n = n_common(full, talk._replace(messages=other).tokens(model))
-        for there in [i for i in range(skipped, n) if model.is_eog(full[i])][-1:]:
-            more = common(own[end:], words[there:])
-            places += [(end + i, there + j) for i, j in more]
+        there = next((j for j in range(n - 1, skipped - 1, -1) if model.is_eog(full[j])), None)
+        thought = str(head[-1].get("reasoning_content") or "").strip().encode()
+        is_shorter = at <= turn.begin or thought not in b"".join(
+            words[:there]
+        )  # without its thought
+        is_old = any(message["role"] == "user" for message in [following, *rest])
+        if there is None or (is_old and is_shorter):
+            break
+        places += [(end + i, there + j) for i, j in common(own[end:], words[there:])]
         at, skipped = places[-1]
     spans = _Spans(model, talk, full, n_prompt, words, places)
     stays = 0  # turns that end before the fork

@@ -333,6 +333,18 @@ def test_a_tools_result_keeps_the_call_as_the_model_wrote_it(page: Paged, spaces
     # The answer to it may be opened again, and nothing before it changes.
     off = page.grow(result["id"], thinking=False, max_tokens=3)
     assert off["at"] == result["at"] + result["n"]
+    # Nor does it change when another call, its result and a question follow.
+    again = answered(page, result, f"Again.{call}")
+    more = chat(page, node=again["id"], role="tool", text="a hen")
+    last = answered(page, more, "A fox and a hen.")
+    ids = page.tokens(last["id"], whole=True)["ids"]
+    asked = chat(page, node=last["id"], text="Why?")
+    assert asked["at"] == len(ids)
+    said = turns(page, asked["id"])
+    assert [text for role, text in said if role == "assistant"] == [
+        f"I look.{call}", f"Again.{call}", "A fox and a hen.", "",
+    ]  # fmt: skip
+    assert said[-2] == ("user", "Why?")
 
 
 def test_a_schema_runs_over_the_whole_answer(page: Paged) -> None:

@@ -56,8 +56,8 @@ class Chat:
 
     Args:
         ctx: the context that answers. The chat opens its prefix cache, even with ``prefix_cache=False``.
-        drafter, config: as for `Engine`.
         system: the system message.
+        drafter, config: as for `Engine`.
         options: the options of `Context.chat` for every answer: sampling settings, ``max_tokens`` (None =
             until the model ends it or the context is full), ``stop``, ``tools``, ``thinking``, and so on.
             Without a seed a random one is used.
@@ -77,10 +77,10 @@ class Chat:
     def __init__(
         self,
         ctx: Context,
+        system: str | None = None,
+        *,
         drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
-        *,
-        system: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> None:
         self.ctx = cast(Context, text_context("ctx", ctx))
@@ -424,8 +424,8 @@ class Chat:
         text_context("ctx", ctx)
         saved = read_chat(file, ctx.model)
         chat = cls(
-            ctx, drafter, config,
-            system=saved.system, sampling=SamplingParams.from_dict(saved.sampling),
+            ctx, saved.system, drafter=drafter, config=config,
+            sampling=SamplingParams.from_dict(saved.sampling),
             max_tokens=saved.max_tokens, stop=saved.stop,
         )  # fmt: skip
         chat._id, chat._heads, chat.current = saved.id, saved.linked(), saved.current

@@ -243,8 +243,8 @@ def chat(
     context, drafter = open_pair(given, resolve(given, console), console, n_seq_max=_N_SEQ_MAX)
     if load is None:
         talk = Chat(
-            context, drafter, config,
-            system=given.system, max_tokens=given.max_tokens, sampling=params,
+            context, given.system, drafter=drafter, config=config,
+            max_tokens=given.max_tokens, sampling=params,
         )  # fmt: skip
     else:
         talk = Chat.load(context, load, drafter, config)

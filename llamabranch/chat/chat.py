@@ -236,7 +236,8 @@ class Chat:
     def edit(self, n: int, text: str) -> Answer:
         """Replace the user's ``n``-th message of the current branch, on a new branch.
 
-        The first is 1, the last is -1; answers and the system message are not counted. Its answer gets a seed that no other answer to the same text at this place had.
+        The first is 1, the last is -1; answers and the system message are not counted. Its answer gets
+        a seed that no other answer to the same text at this place had.
 
         Raises:
             UsageError: there is no such message. It also raises the errors of `send`.

@@ -88,14 +88,14 @@ def _of(task: Item, text: str, tokens: float) -> Outcome:
 def _greedy(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
     with _as(root, COLD, seed) as branch:
         result = search.best_of_n(branch, 1, task.max_tokens, stop=_stop(task))
-    return {GREEDY: _of(task, result.text, result.stats.tokens_decoded)}
+    return {GREEDY: _of(task, result.text, result.stats.generated)}
 
 
 def _vote(root: lb.Branch, task: Item, seed: int, n: int) -> Outcomes:
     """Let texts vote; the same texts are judged as single samples, and the most probable of them."""
     with _as(root, WARM, seed) as branch:
         result = search.vote(branch, task.read, n, task.max_tokens, stop=_stop(task))
-    tokens = result.stats.tokens_decoded
+    tokens = result.stats.generated
     samples = [_of(task, text.text, tokens / n) for text in result.hypotheses]
     return {
         VOTE: Outcome(task.judge(result.answer), tokens),

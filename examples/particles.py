@@ -36,11 +36,10 @@ def particles(root: lb.Branch, n: int, most: int, rng: np.random.Generator) -> d
     groups = [Group(root.fork(), n)]
     for _ in range(most + 1):  # the last token may be EOG
         groups = resampled([new for group in groups for new in drawn(group, rng)], n, rng)
-    weights: defaultdict[str, float] = defaultdict(float)
+    weights = defaultdict[str, float](float)
     for branch, k, weight, has_ended in groups:
-        weights[root.ctx.detokenize(branch.generated_tokens)] += (
-            has_ended * k * math.exp(weight) / n
-        )
+        text = root.ctx.detokenize(branch.generated_tokens)
+        weights[text] += has_ended * k * math.exp(weight) / n
     return weights
 
 
@@ -65,8 +64,7 @@ def resampled(groups: list[Group], n: int, rng: np.random.Generator) -> list[Gro
     """Draw ``n`` particles by their weights, if these are worth fewer than half as many equal ones."""
     counts, weights = (np.array([group[i] for group in groups]) for i in (1, 2))
     shares = counts * np.exp(weights - weights.max())
-    mean = weights.max() + math.log(shares.sum() / n)
-    shares /= shares.sum()
+    mean, shares = weights.max() + math.log(shares.sum() / n), shares / shares.sum()
     if (shares**2 / counts).sum() <= 2 / n:
         return groups
     kept = Counter(rng.choice(len(groups), p=shares) for _ in range(n))

@@ -24,7 +24,7 @@ def main() -> None:
                 heard = [h for h in result.hypotheses if h.finish_reason != "decided"]
                 print(f"confidence {confidence}: {len(heard)} texts")
                 print(f"  votes: {ranked}")
-                print(f"  {stats.target_forward_passes} decodes, {stats.tokens_decoded} tokens")
+                print(f"  {stats.target_forward_passes} decodes, {stats.generated} tokens")
         print(f"the text of the winner: {PROMPT}{result.text}")
 
 

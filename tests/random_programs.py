@@ -156,7 +156,7 @@ class User:
         self.agents: list[Pieces] = []  # those of `open` that are an agent's
         self.engines: dict[Engine, list[lb.Event]] = {}  # with the events so far
         self.added: dict[Engine, list[Request]] = {}
-        self.chat = lb.Chat(self.ctx, None, max_tokens=4, seed=self.random.randrange(9))
+        self.chat = lb.Chat(self.ctx, drafter=None, max_tokens=4, seed=self.random.randrange(9))
         self.may_raise = self.random.random() < 0.5
         self.is_over = False  # whether texts that end now are no longer compared
         self.busy = threading.RLock()  # one function at a time uses the context

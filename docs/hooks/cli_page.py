@@ -31,7 +31,7 @@ def page() -> str:
         new = [line for line in lines if line.split() not in known]
         # A heading stays if an option follows it.
         new = [a for a, b in pairwise([*new, ""]) if a.startswith(" ") or b.startswith(" ")]
-        rest = [line.split() for line in lines if line.startswith(" ") and line not in new]
+        rest = [line.split() for line in lines if line.lstrip().startswith("-") and line not in new]
         known += [line.split() for line in new if line.startswith(" ")]
         sections += [f"## `llamabranch {name}`", first]
         sections += ["```console\n$ " + examples.replace("\n", "\n$ ") + "\n```"]

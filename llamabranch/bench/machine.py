@@ -53,18 +53,6 @@ class Machine:
             f"compiled for: {' '.join(self.features) or 'no special instructions'}",
         ]
 
-    def complaint(self, n_threads: int) -> str:
-        """Return why timings with ``n_threads`` are unreliable, or "" if no reason is known."""
-        if n_threads > self.cores:
-            return (
-                f"{n_threads} threads share {self.cores} cores: measure with --threads {self.cores} "
-                "or fewer"
-            )
-        if self.load is not None and self.load + n_threads > self.cores + 0.5:
-            busy = f"other programs kept the machine busy (load {self.load:.2f} before)"
-            return f"{busy}: end them and measure again"
-        return ""
-
     def as_dict(self) -> dict[str, object]:
         """Return the fields for JSON, and the current load average."""
         return {**asdict(self), "load_after": load_average()}

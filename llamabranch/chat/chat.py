@@ -56,8 +56,8 @@ class Chat:
 
     Args:
         ctx: the context that answers. The chat opens its prefix cache, even with ``prefix_cache=False``.
-        drafter, config: as for `Engine`.
         system: the system message.
+        drafter, config: as for `Engine`.
         options: the options of `Context.chat` for every answer: sampling settings, ``max_tokens`` (None =
             until the model ends it or the context is full), ``stop``, ``tools``, ``thinking``, and so on.
             Without a seed a random one is used.
@@ -77,10 +77,10 @@ class Chat:
     def __init__(
         self,
         ctx: Context,
+        system: str | None = None,
+        *,
         drafter: DrafterChoice = "auto",
         config: SpeculativeConfig | None = None,
-        *,
-        system: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> None:
         self.ctx = cast(Context, text_context("ctx", ctx))
@@ -234,9 +234,10 @@ class Chat:
             return self._begin(0, Exchange(last.parent, last.user, results=last.results))
 
     def edit(self, n: int, text: str) -> Answer:
-        """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
+        """Replace the user's ``n``-th message of the current branch, on a new branch.
 
-        Its answer gets a seed that no other answer to the same text at this place had.
+        The first is 1, the last is -1; answers and the system message are not counted. Its answer gets
+        a seed that no other answer to the same text at this place had.
 
         Raises:
             UsageError: there is no such message. It also raises the errors of `send`.
@@ -246,12 +247,12 @@ class Chat:
 
     def _exchange(self, n: int) -> Exchange:
         exchanges, n = self.exchanges, whole("the number of a message", n)
-        if not 1 <= n <= len(exchanges):
+        if not 1 <= abs(n) <= len(exchanges):
             if exchanges:
-                hint = f"messages are numbered from 1 to {len(exchanges)}"
+                hint = f"yours are numbered from 1 to {len(exchanges)}; answers are not counted"
                 raise UsageError(f"there is no message {n}", hint=hint)
             raise UsageError("there is no message yet", hint="send one first")
-        return exchanges[n - 1]
+        return exchanges[n - 1 if n > 0 else n]
 
     def _begin(self, number: int, question: Exchange) -> Answer:
         """Plan an answer on a branch (0: on a new one), and then change the conversation."""
@@ -424,8 +425,8 @@ class Chat:
         text_context("ctx", ctx)
         saved = read_chat(file, ctx.model)
         chat = cls(
-            ctx, drafter, config,
-            system=saved.system, sampling=SamplingParams.from_dict(saved.sampling),
+            ctx, saved.system, drafter=drafter, config=config,
+            sampling=SamplingParams.from_dict(saved.sampling),
             max_tokens=saved.max_tokens, stop=saved.stop,
         )  # fmt: skip
         chat._id, chat._heads, chat.current = saved.id, saved.linked(), saved.current

@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -14,37 +13,41 @@ import llamabranch as lb
 from llamabranch.agents import Report, Step
 
 from . import options as opt
-from .console import Console, shortened
+from .console import Console, plural, shortened
 from .files import load_functions, piped_or_read
 from .interrupts import EXIT_FAILURE
-from .options import Given, option, with_options
+from .options import TEXT, Given, argument, option, with_options
 
 _SHOWN = 200  # characters of a call's result that are shown
 # Notes on an incomplete answer, by its ``finish_reason``.
 _ENDS = {
-    "length": "the answer has reached the limit of tokens",
+    "length": "the answer has reached the limit of tokens: -n",
     "capacity": "the context is full: -c sets a larger one",
-    "turns": "the limit of turns is reached",
+    "turns": "the limit of turns is reached: --max-turns",
+    "time": "the limit of seconds is reached: -S max_seconds=S",
     "repeats": "it only repeated calls",
 }
 
 
 @with_options(
-    "system", *opt.SAMPLING_OPTIONS, *opt.MODEL_OPTIONS, *opt.FOLDER_OPTIONS, *opt.OUTPUT_OPTIONS
-)
+    f"model system max_tokens schema {opt.SAMPLING_OPTIONS} {opt.MEMORY_OPTIONS} "
+    f"{opt.FOLDER_OPTIONS} as_json verbose",
+    kind="agent", max_tokens=2048,
+)  # fmt: skip
 def agent(
     given: Given,
     console: Console,
-    words: Annotated[list[str] | None, typer.Argument(metavar="TASK")] = None,
-    tools: Annotated[
-        list[Path] | None,
-        option("--tools", "Functions that may be called; it is run.", opt.TEXT, metavar="FILE.py"),
-    ] = None,
+    words: list[str] | None = argument("TASK", "What to do; - is standard input."),
+    tools: list[Path] | None = option(TEXT, "--tools FILE.py", "Functions to call; it is run."),
+    max_turns: int = option(TEXT, "--max-turns N", "The last turn has no calls.", 8, min=1),
 ) -> None:
-    """Do a task with a model that may call the functions of a Python file.
+    """Do a task with a model that calls your Python functions.
 
     llamabranch agent -m qwen.gguf --tools tools.py "Do I need a coat in Oslo?"
-    cat task.txt | llamabranch agent --tools a.py --tools b.py -s 1
+    cat task.txt | llamabranch agent --tools tools.py -n 500 --max-turns 4
+
+    -n counts the tokens of all turns. -S also sets tool_choice, thinking,
+    parallel_tool_calls, max_seconds, tool_seconds, result_tokens, repeats, forks.
     """
     text = " ".join(piped_or_read(words or []))
     if not text.strip():
@@ -52,8 +55,11 @@ def agent(
         raise lb.ConfigError("no task was given", hint=hint)
     functions = [f for path in tools or () for f in load_functions(path)]
     context = given.open(given.announce(console), console)
-    sampling = given.params(given.seed)
-    run = lb.Agent(context, given.system or (), functions, sampling=sampling)
+    run = lb.Agent(
+        context, given.system or (), functions, given.schema_text,
+        max_turns=max_turns, max_tokens=given.max_tokens or context.n_ctx,
+        sampling=given.params(given.seed), **given.set("agent"),
+    )  # fmt: skip
     console.out.file = sys.stdout
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
@@ -65,6 +71,10 @@ def agent(
     calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
     answer = {name: getattr(report, name) for name in names}
     console.answer({**answer, "calls": calls})
+    if not console.silent:
+        read = f"{plural(report.evaluated, 'token')} read, {report.cached:,} cached"
+        wrote = f"{report.generated:,} generated in {report.seconds:.1f} s"
+        console.note(f"{plural(len(calls), 'call')}; {read}, {wrote}")
     if report.finish_reason in _ENDS:
         console.note(_ENDS[report.finish_reason])
         raise typer.Exit(EXIT_FAILURE)

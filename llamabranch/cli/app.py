@@ -22,21 +22,22 @@ from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .console import Console, leave_standard_output
 from .interrupts import EXIT_FAILURE
+from .options import PANELS
 
 # The commands in the order of --help, with the first sentence of each help. A command's function
 # and module have its name; only ``speculate`` has no module of its own.
 COMMANDS = {
-    "demo": "Show in half a minute what llamabranch does: forks, drafts and JSON.",
+    "demo": "Show forks, drafts and JSON in half a minute.",
     "generate": "Generate text from one prompt or many.",
     "speculate": "Generate text with drafts, and say how well they worked.",
-    "chat": "Talk with a model in the terminal; retry, edit, fork and save turns.",
-    "agent": "Do a task with a model that may call the functions of a Python file.",
+    "chat": "Talk with a model; retry, edit, fork and save turns.",
+    "agent": "Do a task with a model that calls your Python functions.",
     "open": "Branch and see texts in the browser.",
-    "serve": "Serve a model over HTTP: OpenAI's and Anthropic's API, and scores of texts.",
-    "score": "Score a text or a file: perplexity, and the KL divergence of two models.",
-    "bench": "Measure reading and generating with the settings that exist here.",
-    "models": "List the known models, download one, or show what a file is.",
-    "doctor": "Report what is installed on which machine, test it, and advise.",
+    "serve": "Serve a model over HTTP, with OpenAI's and Anthropic's API.",
+    "score": "Score a text: log-probabilities, perplexity, KL divergence.",
+    "bench": "Measure which settings are fastest on this machine.",
+    "models": "List known models, download one, or show what a file is.",
+    "doctor": "Test the installation, and say what is wrong or slow.",
 }
 # Short forms: the option that a command must have for each, and the arguments that replace it.
 # Arguments after --prompts are prompts anyway; --auto-regressive is the name used in papers.
@@ -47,14 +48,20 @@ _SHORT = {
 }
 
 
-class Command(TyperCommand):
-    """A command whose --help fits on one screen: a sentence, examples, and a line for each option."""
+def _write_help(self: Any, ctx: Any, formatter: Any) -> None:
+    """Write a help of one screen: a sentence, two examples, the options, and what else matters."""
+    sentence, examples, *more = cleandoc(self.help).split("\n\n")
+    lines = [sentence, "", *(f"  {line}" for line in examples.split("\n")), ""]
+    commands = getattr(self, "commands", {}).values()
+    told = [f"  {command.name:<10} {command.help}" for command in commands]
+    lines += ["Commands:", *told] if told else help_lines(self.params)
+    formatter.write("\n".join([*lines, *(line for part in more for line in ("", part))]) + "\n")
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help: usage, the docstring as it is, the options under their headings."""
-        self.format_usage(ctx, formatter)
-        formatter.write("\n" + cleandoc(self.help or "") + "\n")
-        formatter.write("".join(f"{line}\n" for line in help_lines(cast(Any, self).params)))
+
+class Command(TyperCommand):
+    """A command: its help, and the short forms of its options."""
+
+    format_help = _write_help
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments; short forms are written out, and ``_`` in names means ``-``."""
@@ -69,32 +76,37 @@ class Command(TyperCommand):
 
 
 def help_lines(params: Sequence[Any]) -> list[str]:
-    """Return the lines of --help for options, under their headings; Output is the last."""
-    panels: dict[str, list[tuple[str, str]]] = {}
+    """Return a line for each argument and option, under headings in the order of use."""
+    rows = {panel: list[tuple[str, str]]() for panel in PANELS}
     for param in params:
-        if param.param_type_name == "option" and param.rich_help_panel:
-            panels.setdefault(param.rich_help_panel, []).append(_row(param))
-    panels["Output"] = panels.pop("Output")
-    width = max(len(names) for rows in panels.values() for names, _ in rows)
+        if param.name != "help":
+            rows[param.rich_help_panel].append(_row(param))
+    width = max(len(names) for panel in rows.values() for names, _ in panel)
     lines: list[str] = []
-    for panel, rows in panels.items():
-        lines += [f"{panel}:", *(f"  {names:<{width}}  {text}" for names, text in rows)]
+    for panel, told in rows.items():
+        lines += [f"{panel}:"] * bool(told)
+        lines += [f"  {names:<{width}}  {text}" for names, text in told]
     return lines
 
 
 def _row(param: Any) -> tuple[str, str]:
-    """Return the names of an option and its help. Only the first two names are shown."""
+    """Return the names of an option, one short and one long, or of an argument; and its help."""
+    if param.param_type_name == "argument":
+        return param.metavar, param.help
     short = [name for name in param.opts if not name.startswith("--")][:1]
     long = [name for name in param.opts if name.startswith("--")][:1]
     names = ", ".join(short + long) if short else "    " + long[0]
     value = "" if param.is_flag else f" {param.metavar}"
     default = param.default
-    shown = default is not None and not isinstance(default, (bool, list, tuple))
+    is_plain = default is not None and not isinstance(default, (bool, list, tuple))
+    shown = is_plain and "[default: " not in param.help
     return names + value, param.help + (f" [default: {default}]" if shown else "")
 
 
 class _Commands(TyperGroup):
     """Lists the subcommands without importing them."""
+
+    format_help = _write_help
 
     def resolve_command(  # type: ignore[override]
         self, ctx: typer.Context, args: list[str]
@@ -125,8 +137,15 @@ def load_command(name: str) -> TyperCommand:
 app = typer.Typer(
     name="llamabranch",
     cls=_Commands,
-    help="Branches and speculative decoding on llama.cpp.",
+    help="""Run GGUF models in branches: texts that fork, drafts, agents, a server.
+
+llamabranch demo
+llamabranch generate -m model.gguf -p "Once upon a time" -n 64
+
+llamabranch COMMAND -h lists the options of a command; --version prints the
+version, and --install-completion completes names in your shell.""",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pydoc_data.topics import topics
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -27,21 +27,16 @@ _ROOM = 256  # cells for tokens generated in addition to -n
 
 
 @with_options(
-    *("max_tokens", "temperature", "settings", "model", "draft", *opt.MODEL_OPTIONS[1:]),
-    *opt.OUTPUT_OPTIONS,
+    f"max_tokens temperature settings model draft {opt.MEMORY_OPTIONS} as_json verbose",
     max_tokens=32,
 )
 def bench(
     given: Given,
     console: Console,
-    lengths: Annotated[
-        str, option("--lengths", "Tokens of a prompt.", opt.TEXT, metavar="N,N")
-    ] = "64,2000,6000",
-    runs: Annotated[
-        int, option("-r --runs", "How often everything is measured.", opt.TEXT, metavar="N", min=1)
-    ] = 2,
+    lengths: str = option(opt.TEXT, "--lengths N,N", "Tokens of a prompt.", "64,2000,6000"),
+    runs: int = option(opt.TEXT, "-r --runs N", "Runs of each setting.", 2, min=1),
 ) -> None:
-    """Measure reading and generating with the settings that exist here.
+    """Measure which settings are fastest on this machine.
 
     llamabranch bench -m qwen3-4b -md qwen3-0.6b
     llamabranch bench -m tale-target --lengths 64,500 -n 16 -r 1 -fa 1
@@ -57,15 +52,17 @@ def bench(
     speeds: dict[str, Speeds] = {}
     complete = _measure_all(given, console, names, fitting, runs, speeds)
     console.progress("")
-    for line in machine.describe():
-        console.line(line)
-    if complaint := machine.complaint(given.threads or machine.cores):
-        console.line(f"the timings are noisy: {complaint}")
-    console.table(COLUMNS, [row for name, each in speeds.items() for row in _rows(name, each)])
+    rows = [
+        (name, f"{n:,}", *(number(median(rates.get(n, [])), 1) for rates in vars(each).values()))
+        for name, each in speeds.items()
+        for n in each.read
+    ]
+    console.table(COLUMNS, rows)
     best = fastest(speeds)
-    flags = best and _flags(best, speeds[best], names[1])
+    if best and names[1]:  # there is a choice
+        best += f" -md {'+'.join(names[1]) if speeds[best].drafts_pay else 'none'}"
     if best:
-        console.line(f"fastest here: {flags}")
+        console.line(f"fastest here: {best}")
     console.answer(
         {
             "model": names[0],
@@ -73,7 +70,7 @@ def bench(
             "machine": machine.as_dict(),
             "interrupted": not complete,
             "tokens_per_second": {name: asdict(each) for name, each in speeds.items()},
-            "fastest": flags,
+            "fastest": best,
         }
     )
     if not complete:
@@ -144,17 +141,3 @@ def _measure_all(
             finally:
                 console.resources.close()
     return True
-
-
-def _rows(name: str, speeds: Speeds) -> Iterator[tuple[object, ...]]:
-    for length, read in speeds.read.items():
-        drafted = speeds.drafted.get(length, [])
-        medians = (median(rates) for rates in (read, speeds.plain[length], drafted))
-        yield (name, f"{length:,}", *(number(median, 1) for median in medians))
-
-
-def _flags(name: str, speeds: Speeds, drafters: Sequence[str]) -> str:
-    """Return the flags of a setting, with those of drafts if there is a choice."""
-    if not drafters:
-        return name
-    return f"{name} -md {'+'.join(drafters) if speeds.drafts_pay else 'none'}"

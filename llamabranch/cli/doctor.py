@@ -9,8 +9,8 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +20,19 @@ import typer
 import llamabranch as lb
 from llamabranch import hub
 
-from .console import Console
+from .console import Console, plural
 from .interrupts import EXIT_FAILURE
 from .options import Given, with_options
 
 if TYPE_CHECKING:
     from llamabranch.bench.machine import Machine
 
-PROMPT = "Once upon a time there was a king"
-N_TOKENS = 32
+# The self-test: commands, each in a process of its own, because a bad build can end the process.
+TESTS = {
+    "a score": "score Once",
+    "four texts in one batch": "generate Once -S n=4 -n 32",
+    "drafts": "speculate Once -n 32 -md tale-draft",
+}
 PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 # Flags of processors, each with the feature of a build that uses it.
 FEATURES = {
@@ -42,115 +46,61 @@ REBUILD = (
 GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
 
 
-@with_options("threads", "verbose")
+@with_options("threads verbose")
 def doctor(given: Given, console: Console) -> None:
-    """Report what is installed on which machine, test it, and advise.
+    """Test the installation, and say what is wrong or slow.
 
     llamabranch doctor
     llamabranch doctor > report.txt
 
     It takes about ten seconds. A bug report needs this output.
     """
-
-    def tell(rows: dict[str, str]) -> None:
-        for label, value in rows.items():
-            console.line(f"{label}: {value}")
-
-    tell(_versions())
-    advice, all_passed = list[str](), False
-    try:
+    faults, advice, facts = list[str](), list[str](), _versions()
+    for name, command in TESTS.items():
+        words = [*command.split(), "-m", hub.BUNDLED_TARGET, "-t", str(given.threads or 1)]
+        program = [sys.executable, "-m", "llamabranch.cli", *words]
+        console.progress(f"testing {name}")
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = done.stderr.strip() or f"the process ended with {done.returncode}"
+            faults.append(f"{name}: {why.splitlines()[0].removeprefix('error: ')}")
+    console.progress("")
+    if not faults:
         from llamabranch.bench.machine import Machine, processor_flags
 
-        machine = Machine.now()
-        for line in machine.describe():
-            console.line(line)
-        target, draft = (
-            given.open(name, console, n_ctx=1024)
-            for name in (hub.BUNDLED_TARGET, hub.BUNDLED_DRAFT)
-        )
-    # A broken build can fail in any way, and this command must report it.
-    except Exception as error:
-        _report_failure(console, "loading llama.cpp and the bundled pair", error)
-    else:
-        tell(_context(target))
-        all_passed = _self_test(console, target, draft)
-        advice = advise(machine, processor_flags(), target.n_threads, on_gpu=target.model.on_gpu)
-    if not all_passed:
-        advice.append("a test failed: please report it with everything above")
-    for line in advice or ["nothing to improve was found"]:
-        console.line(f"advice: {line}")
-    if not all_passed:
+        machine, context = Machine.now(), given.open(hub.BUNDLED_TARGET, console)
+        on_gpu, n_threads = context.model.on_gpu, context.n_threads
+        advice = advise(machine, processor_flags(), n_threads, on_gpu=on_gpu)
+        core = lb.system_info().rpartition("llamabranch core:")[2].strip()
+        where = f"runs on: {'a GPU' if on_gpu else 'the CPU'}, {plural(n_threads, 'thread')}"
+        facts += [*machine.describe(), f"{where}; core of llamabranch: {core}"]
+        facts.insert(0, f"ok: {', '.join(TESTS)}")
+    for line in faults:
+        console.line(f"FAIL: {line}", "bold red")
+    for line in advice:
+        console.line(f"slow: {line}", "yellow")
+    console.line("\n".join(facts))
+    if faults:
+        console.line("please report this, with everything above")
         raise typer.Exit(EXIT_FAILURE)
-
-
-# -- facts ---------------------------------------------------------------------------------------------
 
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
+        return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return f"no {package}"
 
 
-def _versions() -> dict[str, str]:
-    own = ("CMAKE_ARGS", "GGML_", "HF_", "LLAMA", "OMP_")
-    return {
-        "llamabranch": f"{lb.__version__} ({Path(lb.__file__).parent})",
-        **{name: _version(name) for name in PACKAGES},
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": platform.platform(),
-        # A value may be a secret.
-        "variables": " ".join(name for name in os.environ if name.startswith(own)) or "none is set",
-    }
-
-
-def _context(context: lb.Context) -> dict[str, str]:
-    return {
-        "runs on": "a GPU" if context.model.on_gpu else "the CPU",
-        "llamabranch's core": lb.system_info().rpartition("llamabranch core:")[2].strip(),
-        "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
-    }
-
-
-# -- the self-test --------------------------------------------------------------------------------------
-
-
-def _report_failure(console: Console, name: str, error: Exception) -> None:
-    message = " ".join(str(error).split())
-    console.line(f"FAIL  {name}: {type(error).__name__}: {message}", "bold red")
-
-
-def _self_test(console: Console, target: lb.Context, draft: lb.Context) -> bool:
-    """Run the tests and report each; return whether all passed."""
-
-    def texts(drafter: lb.Drafter | None) -> None:
-        requests = [
-            lb.Request(PROMPT, max_tokens=N_TOKENS, sampling=lb.SamplingParams(seed=seed))
-            for seed in range(4)
-        ]
-        config = lb.SpeculativeConfig(draft_k=4)
-        for result in lb.Engine(target, drafter, config).generate(requests):
-            if result.error is not None:
-                raise result.error
-
-    tests: dict[str, Callable[[], None]] = {
-        "four texts in one batch": lambda: texts(None),
-        "speculative decoding": lambda: texts(lb.ModelDrafter(draft)),
-        "the cache's accounting": target.audit,
-    }
-    n_failed = 0
-    for name, test in tests.items():
-        try:
-            test()
-            console.line(f"ok    {name}: no error", "green")
-        except lb.LlamaBranchError as error:
-            n_failed += 1
-            _report_failure(console, name, error)
-    return not n_failed
-
-
-# -- advice ----------------------------------------------------------------------------------------------
+def _versions() -> list[str]:
+    # Only names: a value may be a secret.
+    own = [n for n in os.environ if n.startswith(("CMAKE_ARGS", "GGML_", "HF_", "LLAMA", "OMP_"))]
+    return [
+        f"llamabranch {lb.__version__}, Python {platform.python_version()}: {Path(lb.__file__).parent}",
+        ", ".join(map(_version, PACKAGES)),
+        f"system: {platform.platform()}",
+        *[f"variables: {' '.join(own)}"] * bool(own),
+    ]
 
 
 def advise(machine: Machine, flags: frozenset[str], n_threads: int, *, on_gpu: bool) -> list[str]:
@@ -162,7 +112,13 @@ def advise(machine: Machine, flags: frozenset[str], n_threads: int, *, on_gpu: b
         f for f, name in FEATURES.items() if f in flags and not re.search(rf"^{name}", built, re.M)
     ]
     tools = [] if on_gpu else list(filter(shutil.which, GPUS))
-    advice = [machine.complaint(n_threads)]
+    advice = list[str]()
+    if n_threads > machine.cores:
+        advice.append(
+            f"{n_threads} threads share {machine.cores} cores: -t {machine.cores} is faster"
+        )
+    elif (machine.load or 0) + n_threads > machine.cores + 0.5:
+        advice.append(f"other programs use the cores too (load {machine.load:.2f})")
     if unused:
         advice.append(
             f"this processor has {' '.join(unused)}, which llama.cpp was not compiled for: a build made "
@@ -173,4 +129,4 @@ def advise(machine: Machine, flags: frozenset[str], n_threads: int, *, on_gpu: b
             f"{tools[0]} is installed, but this llama.cpp was built without its GPU: "
             f'CMAKE_ARGS="{GPUS[tools[0]]}" {REBUILD}'
         )
-    return list(filter(None, advice))
+    return advice

@@ -106,7 +106,7 @@ def _open(part: str, given: Given, target: lb.Context, console: Console) -> Draf
         ctx = console.resources.enter_context(lb.Context(target.model, target=target))
     else:
         options = given.load_options() | {"n_ctx": target.n_ctx, "n_seq_max": target.n_seq_max}
-        for name in ("chat_template", *FOLDER_OPTIONS):
+        for name in ("chat_template", *FOLDER_OPTIONS.split()):
             options.pop(name, None)
         is_head = Model.is_head(hub.resolve(part, download=None))
         ctx = load(part, console, target=target if is_head else None, **options)

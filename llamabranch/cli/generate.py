@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -17,29 +17,29 @@ from llamabranch import ConfigError, Engine, Event, Request, Result
 from llamabranch.speculative import NullDrafter
 
 from . import options as opt
-from .comparison import compare, report
-from .console import Console, base_name, number, shortened
+from .comparison import MOST_PAIRS, Pair, pairs, report
+from .console import Console, base_name, number, plural, shortened
 from .drafters import open_pair, resolve
 from .files import piped_or_read, read_requests
 from .interrupts import EXIT_FAILURE, InterruptHandler
-from .options import Given, option, with_options
+from .options import TEXT, Given, argument, option, with_options
 
+# What ended a text, if its ``finish_reason`` does not say it.
+ENDS = {"length": "the limit -n", "capacity": "the full context (-c)", "cancelled": "Ctrl-C"}
 N_TEXTS = 8  # texts at a time; -S n_seq_max=N changes it
 
 
-@with_options(max_tokens=128)
+@with_options(opt.GENERATION_OPTIONS, max_tokens=128)
 def generate(
     given: Given,
     console: Console,
-    texts: opt.Prompts = None,
-    prompts: opt.MorePrompts = None,
-    input_file: Annotated[
-        Path | None, option("-i --input", "A request a line.", opt.TEXT, metavar="FILE.jsonl")
-    ] = None,
+    texts: list[str] | None = argument("PROMPT", "The same as -p; - is standard input."),
+    prompts: list[str] | None = option(TEXT, *opt.PROMPT),
+    input_file: Path | None = option(TEXT, "-i --input FILE.jsonl", "A request per line."),
 ) -> None:
     """Generate text from one prompt or many.
 
-    llamabranch generate "Once upon a time" -n 64 -s 1
+    llamabranch generate -m model.gguf -p "Once upon a time" -n 64
     llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat "Write a haiku."
     """
     params = given.params()
@@ -51,15 +51,13 @@ def generate(
     _run(given, console, requests)
 
 
-@with_options(max_tokens=128, draft_max="4")
+@with_options(opt.GENERATION_OPTIONS, max_tokens=128, draft_max="4")
 def speculate(
     given: Given,
     console: Console,
-    texts: opt.Prompts = None,
-    prompts: opt.MorePrompts = None,
-    compares: Annotated[
-        bool, option("--compare", "Also time plain decoding, in turn.", opt.OUTPUT)
-    ] = False,
+    texts: list[str] | None = argument("PROMPT", "The same as -p; - is standard input."),
+    prompts: list[str] | None = option(TEXT, *opt.PROMPT),
+    compares: bool = option(opt.OUTPUT, "--compare", "Also measure without drafts.", False),
 ) -> None:
     """Generate text with drafts, and say how well they worked.
 
@@ -106,7 +104,7 @@ def _run(
         request.replace(prompt=given.prompt(request.prompt), prompt_progress=True)
         for request in requests
     ]
-    compared = None
+    compared = list[Pair]()
     with InterruptHandler([context, *drafter.contexts]) as interrupts:
         printer = _Printer(console, requests, drafts=bool(names[1]), is_chat=given.is_chat)
         if compares:  # warm up: the first decodes of a context are slower than later ones
@@ -116,15 +114,17 @@ def _run(
         printer.run(engine, prepared, interrupts)
         stats, explanation = copy.deepcopy(engine.stats), engine.explain()
         if compares and not interrupts.requested:
-            compared = compare(engine, plain, prepared, interrupts, progress=console.progress)
+            for pair in pairs(engine, plain, prepared, interrupts):
+                compared.append(pair)
+                console.progress(f"comparing: {len(compared)} of {MOST_PAIRS}")
     console.progress("")
     figures: dict[str, Any] = {}
     if not console.silent:
-        rate = "" if speculates else f"{number(stats.tokens_per_second, 1)} a second"
-        console.note(", ".join(filter(None, [*printer.summary(), rate, f"seed {engine.seed}"])))
+        rate = "" if speculates else f", {number(stats.tokens_per_second, 1)} tokens/s"
+        console.note(f"{printer.summary()}{rate}, seed {engine.seed}")
     if speculates:
         drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1])
-        by = f"{config.draft_k} tokens a draft by {drafters or 'nobody'}"
+        by = f"drafts of {config.draft_k} tokens by {drafters or 'nobody'}"
         title = shortened(f"{base_name(names[0])}, {by}", 80)
         figures = report(console, title, stats, compared)
     results = [result.as_dict(stats=False) for result in printer.results]
@@ -226,13 +226,11 @@ class _Printer:
         if result.error is not None and not console.silent:
             console.error(f"{label}: {result.error.message}", result.error.hint)
 
-    def summary(self) -> list[str]:
+    def summary(self) -> str:
         """Return how much was generated, and what ended it."""
-        reasons = Counter(result.finish_reason for result in self.results).most_common()
-        ends = ", ".join(reason + f" {n}" * (self._n_texts > 1) for reason, n in reasons)
+        is_one = self._n_texts == 1
+        reasons = Counter(result.finish_reason or "" for result in self.results).most_common()
+        ends = ", ".join(ENDS.get(why, why) + ("" if is_one else f" ({n})") for why, n in reasons)
         n_tokens = sum(len(result.tokens) for result in self.results)
-        return [
-            f"{len(self.results)} texts" * (self._n_texts > 1),
-            f"{n_tokens} token{'s' * (n_tokens != 1)}",
-            f"ended by {ends}" * bool(ends),
-        ]
+        told = ["" if is_one else f"{len(self.results)} texts", plural(n_tokens, "token")]
+        return ", ".join(filter(None, [*told, ends and f"ended by {ends}"]))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError, hub
 
 from .console import Console, base_name
-from .options import OUTPUT_OPTIONS, Given, with_options
+from .options import MODEL, Given, argument, with_options
 
 _N_CTX = 256  # enough to probe what the memory can do
 _LISTED = ("name", "role", "repository", "file", "licence", "size")
@@ -23,15 +21,15 @@ _FACTS = (
 )  # fmt: skip
 
 
-@with_options(*OUTPUT_OPTIONS)
+@with_options("as_json verbose")
 def models(
     given: Given,
     console: Console,
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[list | pull MODEL | show MODEL [DRAFT]]")
-    ] = None,
+    words: list[str] | None = argument(
+        "list | pull MODEL | show MODEL", "What to do. [default: list]", MODEL
+    ),
 ) -> None:
-    """List the known models, download one, or show what a file is.
+    """List known models, download one, or show what a file is.
 
     llamabranch models pull user/repo:Q8_0
     llamabranch models show a.gguf draft.gguf

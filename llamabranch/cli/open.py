@@ -10,39 +10,31 @@ import webbrowser
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from llamabranch import AsyncEngine, ConfigError, hub
 from llamabranch.serve import ServeSettings
 
 from .console import Console
 from .drafters import open_pair, resolve
-from .options import DRAFT_OPTIONS, OUTPUT_OPTIONS, Given, option, with_options
+from .options import DRAFT_OPTIONS, MODEL, PAGE, Given, argument, option, with_options
 
 if TYPE_CHECKING:
     from llamabranch.serve.page import Page
 
 _PARALLEL, _SEQUENCES = 8, 24  # texts at a time; sequences, also for forks
 _SUFFIX = ".loom.jsonl"
-PAGE = "Page"
 
 
-@with_options("settings", *DRAFT_OPTIONS, "chat_template", *OUTPUT_OPTIONS, draft="auto")
+@with_options(f"settings {DRAFT_OPTIONS} chat_template as_json verbose", draft="auto")
 def open(
     given: Given,
     console: Console,
-    named: Annotated[str | None, typer.Argument(metavar="[MODEL]")] = None,
-    file: Annotated[
-        Path | None,
-        option("--file", f"NAME{_SUFFIX}; by default one per model.", PAGE, metavar="FILE"),
-    ] = None,
-    port: Annotated[
-        int, option("--port", "Any free one if it is taken.", PAGE, metavar="N", max=65_535)
-    ] = 8137,
-    browser: Annotated[bool, option("--browser/--no-browser", "Open a browser.", PAGE)] = True,
-    read_only: Annotated[bool, option("--read-only", "Write nothing.", PAGE)] = False,
+    named: str | None = argument("MODEL", "The same as -m.", MODEL),
+    file: Path | None = option(PAGE, "--file FILE", f"NAME{_SUFFIX}; else one per model."),
+    port: int = option(PAGE, "--port N", "Any free one if it is taken.", 8137, max=65_535),
+    browser: bool = option(PAGE, "--browser/--no-browser", "Open a browser.", True),
+    read_only: bool = option(PAGE, "--read-only", "Write nothing.", False),
 ) -> None:
     """Branch and see texts in the browser.
 
@@ -68,7 +60,7 @@ def open(
         loom.ready()
         console.note(f"{name} is loaded")
 
-    settings = ServeSettings(port=port, shutdown_timeout_s=0.0)
+    settings = ServeSettings(port=port, shutdown_timeout_s=0.0, log_requests=False)
     try:
         server = Server(open_engine, settings, ready, console.note)
     except ConfigError:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import typer
 
@@ -26,17 +26,30 @@ from .console import Console
 from .files import read_text
 from .interrupts import reporting_errors
 
-# The headings of --help.
-TEXT, SAMPLING, MODEL, OUTPUT = "Text", "Sampling", "Model", "Output"
+# The headings of --help, in the order of use.
+PANELS = ("Model", "Text", "Server", "Page", "Sampling", "Memory and speed", "Output")
+MODEL, TEXT, SERVER, PAGE, SAMPLING, MEMORY, OUTPUT = PANELS
 DEFAULTS = SamplingParams()
 MOST_CELLS = 8192  # cells of the cache, unless -c is given or the model was trained for less
 _SWITCH = {"on": True, "1": True, "off": False, "0": False, "auto": None}
-_REQUEST = {"n", "top_logprobs", "min_tokens", "stop"}  # fields of `Request` that -S sets
+# What -S sets of a `Request`, and of an `Agent`.
+_REQUEST = {"n", "top_logprobs", "min_tokens", "stop", "thinking"}
+_AGENT = {
+    *("tool_choice", "parallel_tool_calls", "thinking", "max_seconds", "tool_seconds"),
+    *("result_tokens", "repeats", "forks"),
+}
 
 
-def option(names: str, text: str, panel: str, **more: Any) -> Any:
-    """Return a `typer.Option` with these names, separated by spaces."""
-    return typer.Option(*names.split(), help=text, rich_help_panel=panel, **more)
+def option(panel: str, names: str, text: str, default: object = None, **more: Any) -> Any:
+    """Return a `typer.Option`. Its names are separated by spaces; what it takes may come last."""
+    words = names.split()
+    taken = None if words[-1].startswith("-") else words.pop()
+    return typer.Option(default, *words, help=text, rich_help_panel=panel, metavar=taken, **more)
+
+
+def argument(metavar: str, text: str, panel: str = "Text") -> Any:
+    """Return a `typer.Argument`."""
+    return typer.Argument(None, metavar=metavar, help=text, rich_help_panel=panel)
 
 
 def unless_minus_one(value: int | None) -> int | None:
@@ -44,113 +57,95 @@ def unless_minus_one(value: int | None) -> int | None:
     return None if value == -1 else value
 
 
-Prompts = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="PROMPT", help="What to continue; - reads standard input."),
-]
-MorePrompts = Annotated[
-    list[str] | None,
-    option("-p --prompt --prompts", "What to continue, too.", TEXT, metavar="TEXT"),
-]
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "settings")
-MODEL_OPTIONS = ("model", "n_ctx", "threads", "gpu_layers", "kv_type", "flash_attn")
-DRAFT_OPTIONS = ("model", "draft", "draft_max", *MODEL_OPTIONS[1:])
-FOLDER_OPTIONS = ("cache_dir", "cache_size")
-OUTPUT_OPTIONS = ("as_json", "verbose")
-
-
-def shared(default: object, names: str, text: str, panel: str, **more: Any) -> Any:
-    """Return a field of `Given`: its value in commands that lack the option, and the option."""
-    return field(default=default, metadata={"option": option(names, text, panel, **more)})
+PROMPT = "-p --prompt --prompts TEXT", "A text to continue; several are allowed."
+# Fields of `Given` that many commands have.
+SAMPLING_OPTIONS = "temperature top_k top_p min_p seed settings"
+MEMORY_OPTIONS = "n_ctx threads gpu_layers kv_type flash_attn"
+FOLDER_OPTIONS = "cache_dir cache_size"
+DRAFT_OPTIONS = f"model draft draft_max {MEMORY_OPTIONS}"
+GENERATION_OPTIONS = (
+    f"{DRAFT_OPTIONS} chat system max_tokens schema grammar {SAMPLING_OPTIONS} as_json verbose"
+)
+# The shared options by their fields in `Given`: panel, names and value, help.
+_SHARED = {
+    "model": (MODEL, "-m --model --target --target-model -hf -hfr --hf-repo MODEL",
+              "A file, a name, user/repo[:tag]."),
+    "draft": (MODEL, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft MODEL",
+              "A model, suffix, mtp or none. [default: auto]"),
+    "draft_max": (MODEL, "-k --draft-max --draft-length --gamma N", "Tokens per draft, or auto."),
+    "chat_template": (MODEL, "--chat-template --chat-template-file FILE|NAME",
+                      "A chat template for it."),
+    "chat": (TEXT, "--chat", "The prompt is a message, to be answered."),
+    "system": (TEXT, "-sys --system-prompt TEXT", "The system message."),
+    "max_tokens": (TEXT, "-n --n-predict --predict --max-tokens N", "Tokens at most; -1: no limit."),
+    "schema": (TEXT, "-j --json-schema --json-schema-file -jf JSON|FILE", "Write JSON of this schema."),
+    "grammar": (TEXT, "--grammar --grammar-file GBNF|FILE|/REGEX/", "Write what this grammar allows."),
+    "temperature": (SAMPLING, "--temp --temperature T", "0: the most probable token."),
+    "top_k": (SAMPLING, "--top-k K", "Draw among the best K; 0: all."),
+    "top_p": (SAMPLING, "--top-p P", "Nucleus sampling; 1: off."),
+    "min_p": (SAMPLING, "--min-p P", "Share of the best; 0: off."),
+    "seed": (SAMPLING, "-s --seed N", "With --exact: same seed, same text."),
+    "settings": (SAMPLING, "-S --set NAME=VALUE", "Any other setting, by its Python name."),
+    "n_ctx": (MEMORY, "-c --ctx-size --n-ctx N", "Context; 0: what it was trained for."),
+    "threads": (MEMORY, "-t --threads N", "CPU threads. [default: one a core]"),
+    "gpu_layers": (MEMORY, "-ngl --gpu-layers --n-gpu-layers N|all", "Layers on the GPU. [default: all]"),
+    "kv_type": (MEMORY, "-ctk --kv-type --cache-type-k TYPE", "K/V: f16, bf16, q8_0, ..."),
+    "flash_attn": (MEMORY, "-fa --flash-attn on|off|auto", "Flash attention."),
+    "cache_dir": (MEMORY, "--cache-dir DIR", "Keeps what was read, also for later."),
+    "cache_size": (MEMORY, "--cache-size SIZE", "Its most bytes. [default: 8GiB]"),
+    "as_json": (OUTPUT, "--json", "Print one JSON object and nothing else."),
+    "verbose": (OUTPUT, "-v --debug --verbose", "llama.cpp's log, the build, tracebacks."),
+}  # fmt: skip
+_CHECKS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"callback": unless_minus_one},
+    "seed": {"callback": unless_minus_one},
+    "temperature": {"callback": lambda value: max(value, 0.0)},
+    "n_ctx": {"min": 0},
+    "threads": {"min": 1},
+    "gpu_layers": {"parser": lambda value: -1 if value in ("auto", "all") else int(value)},
+}
 
 
 @dataclass(frozen=True)
 class Given:
-    """The values of the shared options."""
+    """The values of the shared options; a command that lacks one has its default."""
 
-    max_tokens: int | None = shared(
-        None, "-n --n-predict --predict --max-tokens", "Tokens at most; -1: no limit.", TEXT,
-        metavar="N", callback=unless_minus_one,
-    )  # fmt: skip
-    grammar: str | None = shared(
-        None, "--grammar --grammar-file", "A grammar, or its file.", TEXT,
-        metavar="GBNF|FILE|/REGEX/",
-    )  # fmt: skip
-    schema: str | None = shared(
-        None, "-j --json-schema --json-schema-file -jf", "A JSON schema.", TEXT, metavar="JSON|FILE"
-    )
-    chat: bool = shared(False, "--chat", "The prompt is a message, to answer.", TEXT)
-    system: str | None = shared(
-        None, "-sys --system-prompt", "The system message.", TEXT, metavar="TEXT"
-    )
-    temperature: float = shared(
-        DEFAULTS.temperature, "--temp --temperature", "0: the most probable token.", SAMPLING,
-        metavar="T", callback=lambda value: max(value, 0.0),
-    )  # fmt: skip
-    top_k: int = shared(
-        DEFAULTS.top_k, "--top-k", "Keep the k best; 0: all.", SAMPLING, metavar="K"
-    )
-    top_p: float = shared(
-        DEFAULTS.top_p, "--top-p", "Nucleus sampling; 1: off.", SAMPLING, metavar="P"
-    )
-    min_p: float = shared(
-        DEFAULTS.min_p, "--min-p", "Share of the best; 0: off.", SAMPLING, metavar="P"
-    )
-    seed: int | None = shared(
-        None, "-s --seed", "With --exact: same seed, same text.", SAMPLING, metavar="N",
-        callback=unless_minus_one,
-    )  # fmt: skip
-    settings: list[str] | None = shared(
-        None, "-S --set", "Any other setting, by its Python name.", SAMPLING, metavar="NAME=VALUE"
-    )
-    model: str | None = shared(
-        None, "-m --model --target --target-model -hf -hfr --hf-repo",
-        "A file, a name, user/repo[:tag].", MODEL, metavar="MODEL",
-    )  # fmt: skip
-    draft: str | None = shared(
-        None, "-md --draft --draft-model --model-draft -d -hfd --hf-repo-draft",
-        "Its drafter; suffix, mtp, none, auto.", MODEL, metavar="MODEL",
-    )  # fmt: skip
-    draft_max: str = shared(
-        "auto", "-k --draft-max --draft-length --gamma", "Tokens a draft, or auto.", MODEL,
-        metavar="N",
-    )  # fmt: skip
-    n_ctx: int | None = shared(
-        None, "-c --ctx-size --n-ctx", "Context; 0: what it was trained for.", MODEL, metavar="N", min=0
-    )  # fmt: skip
-    threads: int | None = shared(None, "-t --threads", "CPU threads.", MODEL, metavar="N", min=1)
-    gpu_layers: int | None = shared(
-        None, "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; all by default.", MODEL,
-        metavar="N|all", parser=lambda value: -1 if value in ("auto", "all") else int(value),
-    )  # fmt: skip
-    kv_type: str | None = shared(
-        None, "-ctk --kv-type --cache-type-k", "K/V: f16, bf16, q8_0, ...", MODEL, metavar="TYPE"
-    )
-    flash_attn: str = shared(
-        "auto", "-fa --flash-attn", "Flash attention.", MODEL, metavar="on|off|auto"
-    )
-    chat_template: str | None = shared(
-        None, "--chat-template --chat-template-file", "A chat template instead of the model's.", MODEL,
-        metavar="FILE|NAME",
-    )  # fmt: skip
-    cache_dir: str | None = shared(
-        None, "--cache-dir", "What was read is kept here.", MODEL, metavar="DIR"
-    )
-    cache_size: str | None = shared(
-        None, "--cache-size", "Its most bytes; 8GiB by default.", MODEL, metavar="SIZE"
-    )
-    as_json: bool = shared(False, "--json", "Print one JSON object and nothing else.", OUTPUT)
-    verbose: bool = shared(
-        False, "-v --debug --verbose", "llama.cpp's log, and tracebacks of errors.", OUTPUT
-    )
+    model: str | None = None
+    draft: str | None = None
+    draft_max: str = "auto"
+    chat_template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    max_tokens: int | None = None
+    schema: str | None = None
+    grammar: str | None = None
+    temperature: float = DEFAULTS.temperature
+    top_k: int = DEFAULTS.top_k
+    top_p: float = DEFAULTS.top_p
+    min_p: float = DEFAULTS.min_p
+    seed: int | None = None
+    settings: list[str] | None = None
+    n_ctx: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    kv_type: str | None = None
+    flash_attn: str = "auto"
+    cache_dir: str | None = None
+    cache_size: str | None = None
+    as_json: bool = False
+    verbose: bool = False
+    kinds: Collection[str] = ()  # of the settings that the command has
 
     # -- settings by name --------------------------------------------------------------------------
 
-    def set(self, kind: Literal["sampling", "drafting", "load", "request"]) -> dict[str, Any]:
+    def set(
+        self, kind: Literal["sampling", "drafting", "load", "request", "agent", "chat"]
+    ) -> dict[str, Any]:
         """Return the settings of ``-S`` of one kind, by name; ConfigError for an unknown name."""
-        kinds, values = _setting_names(), dict[str, Any]()
-        for name, value in named_values("-S", self.settings, set().union(*kinds.values())):
-            if name in kinds[kind]:
+        known, values = _setting_names(), dict[str, Any]()
+        names = set().union(*(known[kind] for kind in self.kinds))
+        for name, value in named_values("-S", self.settings, names):
+            if name in known[kind]:
                 values[name] = value if name == "stop" else setting_value(value)
         if isinstance(bias := values.get("logit_bias"), dict):
             values["logit_bias"] = {token_key("logit_bias", key): bias[key] for key in bias}
@@ -171,14 +166,20 @@ class Given:
         options = {"draft_k": setting_value(self.draft_max), **self.set("drafting")}
         return lb.SpeculativeConfig(**options)
 
+    @property
+    def schema_text(self) -> Any:
+        """The text of the JSON schema, if any."""
+        if self.schema is None or self.schema.lstrip().startswith("{"):
+            return self.schema
+        return read_text(Path(self.schema))
+
     def parse_grammar(self) -> lb.Grammar | None:
         """Return the grammar or the schema, if any; GrammarError if it is invalid."""
         grammar = self.grammar
         if grammar is not None and self.schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
-        if (schema := self.schema) is not None:
-            is_text = schema.lstrip().startswith("{")
-            return lb.Grammar.from_json_schema(schema if is_text else read_text(Path(schema)))
+        if (schema := self.schema_text) is not None:
+            return lb.Grammar.from_json_schema(schema)
         if grammar is None:
             return None
         if len(grammar) > 1 and grammar.startswith("/") and grammar.endswith("/"):
@@ -229,6 +230,10 @@ class Given:
         Without -c its cache has room for ``n_texts`` texts of the length that the model was trained
         for, but at most `MOST_CELLS`. ``more`` overrides the user's options, except ``-S``.
         """
+        if console.verbose:
+            from ..bench.machine import Machine
+
+            console.note("\n".join(Machine.now().describe()))
         options = self.load_options() | more | self.set("load")
         if not options.get("n_ctx"):
             trained = trained_length(name) or MOST_CELLS
@@ -238,19 +243,23 @@ class Given:
         return load(name, console, **options)
 
 
-def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that adds these shared options, or all, to a command's own, as a `Given`.
+def with_options(
+    listed: str, kind: str = "load", **defaults: object
+) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator that adds these shared options to a command's own, as a `Given`.
 
-    The function is called with the `Given`, a console, and the values of its own options. Errors end
-    the command with one line and an exit code.
+    ``-S`` sets settings of this kind, and of loading; of sampling, drafting and requests if the
+    command has the options for them. The function is called with the `Given`, a console, and the
+    values of its own options. Errors end the command with one line and an exit code.
     """
-    types, known = get_type_hints(Given), {field.name: field for field in fields(Given)}
-    names = names or tuple(n for n in known if n not in (*FOLDER_OPTIONS, "chat_template"))
+    types, known, names = get_type_hints(Given), vars(Given), listed.split()
+    has = {"sampling": "temperature", "drafting": "draft", "request": "grammar"}
+    kinds = {"load", kind} | {each for each, name in has.items() if name in names}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def run(**values: Any) -> None:
-            given = Given(**{name: values.pop(name) for name in names})
+            given = Given(**{name: values.pop(name) for name in names}, kinds=kinds)
             console = Console(silent=given.as_json, verbose=given.verbose)
             with reporting_errors(console), console.resources:
                 function(given, console, **values)
@@ -258,8 +267,10 @@ def with_options(*names: str, **defaults: object) -> Callable[[Callable[..., Non
         own = [*signature(function, eval_str=True).parameters.values()][2:]
         shared = [
             Parameter(
-                name, Parameter.KEYWORD_ONLY, default=defaults.get(name, known[name].default),
-                annotation=Annotated[types[name], known[name].metadata["option"]],
+                name, Parameter.KEYWORD_ONLY, annotation=types[name],
+                default=option(
+                    *_SHARED[name], defaults.get(name, known[name]), **_CHECKS.get(name, {})
+                ),
             )
             for name in names
         ]  # fmt: skip
@@ -299,6 +310,8 @@ def _setting_names() -> dict[str, set[str]]:
         "drafting": {f.name for f in fields(lb.SpeculativeConfig)},
         "load": {*LoadOptions.__annotations__},
         "request": _REQUEST,
+        "agent": _AGENT,
+        "chat": {"thinking"},
     }
 
 

@@ -3,58 +3,57 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import llamabranch as lb
 from llamabranch import ConfigError
 from llamabranch.eval import divergence, perplexity
 
-from .console import Console, number, shortened
+from .console import Console, number, plural, shortened
 from .files import piped_or_read, read_text
-from .options import MODEL_OPTIONS, OUTPUT_OPTIONS, TEXT, Given, option, with_options
+from .options import MEMORY_OPTIONS, TEXT, Given, argument, option, with_options
 
 WINDOW = 512  # tokens of a chunk, as in llama-perplexity
+_SHARES = ("same_most_probable_token", "change_of_p")  # shown in per cent
 
 
-@with_options("settings", *MODEL_OPTIONS, *OUTPUT_OPTIONS)
+@with_options(f"settings model {MEMORY_OPTIONS} as_json verbose")
 def score(
     given: Given,
     console: Console,
-    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT")] = None,
-    file: Annotated[
-        Path | None,
-        option("-f --file", "Its perplexity, in chunks of -c tokens.", TEXT, metavar="FILE"),
-    ] = None,
-    against: Annotated[
-        str | None,
-        option("--against", "KL divergence of -m from this model.", TEXT, metavar="MODEL"),
-    ] = None,
+    texts: list[str] | None = argument("TEXT|FILE", "A text, or a file that exists, as with -f."),
+    file: Path | None = option(TEXT, "-f --file FILE", "Its perplexity, in chunks of -c tokens."),
+    against: str | None = option(TEXT, "--against MODEL", "KL divergence of -m from this model."),
 ) -> None:
-    """Score a text or a file: perplexity, and the KL divergence of two models.
+    """Score a text: log-probabilities, perplexity, KL divergence.
 
     llamabranch score "Once upon a time there was a king."
-    llamabranch score -f text.txt -m a-q4.gguf --against a-bf16.gguf
-
-    The first token of a text is not scored without a BOS token.
+    llamabranch score -m a-q4.gguf text.txt --against a-bf16.gguf
     """
+    words = [*(texts or [])]
+    if file is None and len(words) == 1 and os.path.isfile(words[0]):
+        file = Path(words.pop())
     if file is None and against is not None:
-        raise ConfigError("--against needs a --file")
+        raise ConfigError("--against needs a file")
     if file is not None:
-        if texts:
-            raise ConfigError("--file is scored alone: leave out TEXT")
+        if words:
+            raise ConfigError("a file is scored alone: leave out the texts")
         text = read_text(file, newline="").removesuffix("\n")  # as llama.cpp reads it
         console.answer(_measured(given, console, text, against))
         return
-    words = piped_or_read(texts or [])
+    words = piped_or_read(words)
     if not words:
-        raise ConfigError("there is no text", hint="pass a text, pipe it in, or use --file")
+        raise ConfigError("there is no text", hint="pass a text or a file, or pipe a text in")
     ctx = given.open(given.announce(console), console)
     records = [_record(ctx, text) for text in words]
-    for record in records:
-        _print(console, record, with_tokens=len(records) == 1)
+    if len(records) == 1:
+        _print_tokens(console, records[0])
+    else:
+        rows = [(shortened(r["text"], 40), r["n_tokens"], *_figures(r)) for r in records]
+        console.table(("text", "tokens", "logprob", "perplexity"), rows)
     console.answer({"scores": records})
 
 
@@ -63,6 +62,10 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
     window = given.n_ctx or WINDOW
     name = given.announce(console)
     ctx = given.open(name, console, n_ctx=window)
+    n_tokens = len(ctx.model.prompt_tokens(text))
+    if given.n_ctx is None and n_tokens < 2 * WINDOW:
+        window = max(n_tokens // 2, 4)
+        console.note(f"a short text: chunks of {window} tokens, not {WINDOW}")
 
     def progress(part: Any) -> None:
         console.progress(f"{part.n_done} of {part.n_chunks} chunks")
@@ -82,7 +85,10 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
         }
     console.progress("")
     for label, (value, error) in figures.items():
-        console.line(f"{label.replace('_', ' '):<24} {value:.6g} ± {error:.2g}")
+        shown = f"{value:.5g} ± {error:.2g}"
+        if label in _SHARES:
+            shown = f"{value * 100:.1f} % ± {error * 100:.1f} %"
+        console.line(f"{label.replace('_', ' ').replace('kl ', 'KL '):<24}  {shown}")
     pairs = {label: {"value": value, "stderr": error} for label, (value, error) in figures.items()}
     return {"model": name, "against": against, **pairs}
 
@@ -95,6 +101,7 @@ def _record(ctx: lb.Context, text: str) -> dict[str, Any]:
     total, n = math.fsum(score.logprob for score in scores), len(scores)
     return {
         "text": text,
+        "given": {"token": first, "text": ctx.detokenize([first], special=True)},
         "n_tokens": n,
         "logprob": total,
         "perplexity": math.exp(min(-total / n, 700.0)) if n else math.nan,
@@ -111,20 +118,16 @@ def _record(ctx: lb.Context, text: str) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, record: dict[str, Any], *, with_tokens: bool) -> None:
-    """Print the figures of a text and, if ``with_tokens``, a row for each token."""
-    text = shortened(record["text"], 40)
-    if not record["tokens"]:
-        console.line(f"{text!r} is a single token, which has no score")
-        return
-    if with_tokens:
-        rows = []
-        for token in record["tokens"]:
-            figures = number(token["logprob"], 4), token["rank"], number(token["entropy"], 4)
-            rows.append((token["token"], repr(token["text"]), *figures))
-        console.table([*record["tokens"][0]], rows, left=("text",))
-        console.line()
-    console.line(
-        f"{text}: {record['n_tokens']} tokens, log-probability {record['logprob']:.4f} nats, "
-        f"perplexity {record['perplexity']:.4f}"
-    )
+def _print_tokens(console: Console, record: dict[str, Any]) -> None:
+    """Print a row for each token of a text, and one for all of them."""
+    first, (logprob, perplexity) = record["given"], _figures(record)
+    rows: list[Sequence[object]] = [(first["token"], repr(first["text"]), "given", "", "")]
+    for token in record["tokens"]:
+        figures = number(token["logprob"], 4), token["rank"], number(token["entropy"], 4)
+        rows.append((token["token"], repr(token["text"]), *figures))
+    rows.append((plural(record["n_tokens"], "token"), f"perplexity {perplexity}", logprob, "", ""))
+    console.table(("token", "text", "logprob", "rank", "entropy"), rows, left=("text",))
+
+
+def _figures(record: dict[str, Any]) -> tuple[str, str]:
+    return number(record["logprob"], 4), number(record["perplexity"], 4)

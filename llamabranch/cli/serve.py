@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Annotated, Any
+from typing import Any
 
 from llamabranch import AsyncEngine
 from llamabranch.serve import ServeSettings, require_server
@@ -13,46 +13,36 @@ from . import options as opt
 from .console import Console
 from .drafters import open_pair, resolve
 from .open import show_link
-from .options import Given, option, with_options
+from .options import SERVER, Given, option, with_options
 
-SERVER = "Server"
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server reads it too
 
 
 @with_options(
-    "max_tokens",
-    *opt.SAMPLING_OPTIONS,
-    "draft",
-    *opt.MODEL_OPTIONS,
-    *opt.FOLDER_OPTIONS,
-    *opt.OUTPUT_OPTIONS,
+    f"max_tokens {opt.SAMPLING_OPTIONS} model draft {opt.MEMORY_OPTIONS} {opt.FOLDER_OPTIONS} "
+    "as_json verbose"
 )
 def serve(
     given: Given,
     console: Console,
-    host: Annotated[
-        str, option("--host", "The address to listen on.", SERVER, metavar="HOST")
-    ] = "127.0.0.1",
-    port: Annotated[int, option("--port", "0: any free one.", SERVER, metavar="N")] = 8080,
-    api_key: Annotated[
-        list[str] | None,
-        option("--api-key", f"A key of clients, also {_KEY_VARIABLE}.", SERVER, metavar="KEY"),
-    ] = None,
-    limits: Annotated[
-        list[str] | None,
-        option("--limit", "A field of ServeSettings.", SERVER, metavar="NAME=VALUE"),
-    ] = None,
-    parallel: Annotated[
-        int, option("-np --parallel", "Texts at a time.", SERVER, metavar="N", min=1, max=255)
-    ] = 8,
-    drop_line: Annotated[
-        list[str] | None,
-        option("--drop-line", "Lines to leave out of system prompts.", SERVER, metavar="REGEX"),
-    ] = None,
+    host: str = option(SERVER, "--host HOST", "The address to listen on.", "127.0.0.1"),
+    port: int = option(SERVER, "--port N", "Its port; 0: any free one.", 8080),
+    api_key: list[str] | None = option(
+        SERVER, "--api-key KEY", f"Clients need it; or {_KEY_VARIABLE}."
+    ),
+    limits: list[str] | None = option(
+        SERVER, "--limit NAME=VALUE", "A limit, such as max_queue=4."
+    ),
+    parallel: int = option(
+        SERVER, "-np --parallel N", "Texts at a time; they share -c.", 8, min=1, max=255
+    ),
+    drop_line: list[str] | None = option(
+        SERVER, "--drop-line REGEX", "Leave out such system prompt lines."
+    ),
 ) -> None:
-    """Serve a model over HTTP: OpenAI's and Anthropic's API, and scores of texts.
+    """Serve a model over HTTP, with OpenAI's and Anthropic's API.
 
-    llamabranch serve -m a.gguf -np 8
+    llamabranch serve -m model.gguf -c 32768
     llamabranch serve -hf Qwen/Qwen3-4B-GGUF --port 9000 --limit alias=qwen
 
     Sampling options are the defaults of requests. After the first Ctrl-C running
@@ -90,7 +80,16 @@ def serve(
         )  # fmt: skip
 
     def ready(url: str, name: str) -> None:
-        console.line(f"serving {name} on {url}")
+        if (service := server.service) is None:  # it is set before this is called
+            return
+        many, one = service.ctx.n_ctx // parallel, service.n_ctx
+        texts = f"{parallel} texts of {many:,} tokens, or 1 of {one:,}"
+        key = "KEY" if serving.api_keys else "none"
+        console.write(
+            f"{name} on {url}: {texts}\n"
+            f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}\n"
+            f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key}\n"
+        )
         show_link(server.page, server.page_url, console, url=url, model=name)
 
     server = Server(open_engine, serving, ready, console.note)

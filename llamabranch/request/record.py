@@ -103,8 +103,9 @@ class Record(Struct, omit_defaults=True):
     def line(self) -> str:
         """Return the record as one line of a log, with the reasons for what was read again."""
         numbers = (
-            f"{self.num_prompt_tokens:,} = {self.cached:,} cached + {self.evaluated:,} read"
-            f"  {self.read_s:.1f} s + {self.write_s:.1f} s"
+            f"{self.door} {self.session or self.id}: {self.num_prompt_tokens:,} tokens = "
+            f"{self.cached:,} cached + {self.evaluated:,} read in {self.read_s:.1f} s, "
+            f"{self.generated:,} generated in {self.write_s:.1f} s"
         )
         told = [cause.told for cause in self.causes if cause.is_again]
-        return "  ".join((self.door, self.session or self.id, numbers, *told, self.hint)).rstrip()
+        return "  ".join((numbers, *told, self.hint)).rstrip()

@@ -392,8 +392,6 @@ class Core:
                 stats.draft_forward_passes += n_decodes
         if not step.n_tokens:
             return
-        for choice, n_tokens in zip(self._in_step, step.counts, strict=True):
-            choice.job.caller.n_decoded += n_tokens
         for stats in self._stats_of(self._in_step):
             stats.target_forward_passes += 1
 

@@ -64,7 +64,6 @@ class Caller(ABC):
         wait_s: how long to wait, in seconds, while other users of the context, such as branches,
             hold all sequences.
         events: the events of its texts that it has not taken yet.
-        n_decoded: how many tokens of its texts were decoded.
         failure: a step's error that was not raised to it yet. Until then its texts are parked.
     """
 
@@ -75,7 +74,6 @@ class Caller(ABC):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     events: deque[Told] = field(init=False, default_factory=deque)
-    n_decoded: int = field(init=False, default=0)
     failure: BaseException | None = field(init=False, default=None)
 
     @abstractmethod

@@ -91,7 +91,7 @@ class Step:
 
     Attributes:
         members: ``running`` and ``readers``.
-        counts: how many tokens of each member the decode had; empty without a decode.
+        n_tokens: how many tokens the decode had; 0 without a decode.
         draft_decodes: how many decodes each drafter made.
         verify_s: seconds of the decode.
         no_room: the error if the cache has no room for the step, else None. Nothing has changed
@@ -108,16 +108,11 @@ class Step:
     ) -> None:
         self._ctx, self._running, self._readers, self._around = ctx, running, readers, around
         self.members: tuple[RunningText | Reader, ...] = (*running, *readers)
-        self.counts: list[int] = []
+        self.n_tokens = 0
         self.draft_decodes: dict[Drafting, int] = {}
         self.verify_s = math.nan
         self.no_room: CacheFullError | None = None
         self.at: Drafting | RunningText | Reader | None = None
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens the decode had; 0 without a decode."""
-        return sum(self.counts)
 
     def run(self) -> None:
         """Run the step, and let the draft lengths learn from it.
@@ -256,8 +251,7 @@ class Step:
         with self._around():
             rows = self._ctx.decoder.decode(batch)
         self.verify_s = verify_s = perf_counter() - start
-        self.counts = [len(tokens) for tokens in texts]
-        n_tokens = self.n_tokens
+        self.n_tokens = n_tokens = sum(map(len, texts))
         with lent(chain.from_iterable(rows)):  # a user's function may decode before all are read
             for member, tokens, member_rows in zip(self.members, texts, rows, strict=True):
                 self.at = member
@@ -280,7 +274,7 @@ class Step:
         else:  # the compiled core draws the next token in the same call
             rows = [running.text.decode_last(draws_next=True)]
         self.verify_s = perf_counter() - start
-        self.counts = [1 + len(running.draft.tokens)]
+        self.n_tokens = 1 + len(running.draft.tokens)
         self.at = running
         try:
             with lent(rows):

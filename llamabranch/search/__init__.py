@@ -2,7 +2,7 @@
 
 from .beam import beam_search
 from .best_of import best_of_n
-from .result import Hypothesis, SearchResult, SearchStats
+from .result import Hypothesis, SearchResult
 from .vote import vote
 
-__all__ = ["Hypothesis", "SearchResult", "SearchStats", "beam_search", "best_of_n", "vote"]
+__all__ = ["Hypothesis", "SearchResult", "beam_search", "best_of_n", "vote"]

@@ -14,8 +14,9 @@ from ..errors import ConfigError
 from ..generation.text import Text
 from ..model import Model, StopStrings, stop_strings
 from ..model.tree import TextNode
+from ..request.result import EngineStats
 from .beams import Beams, Candidate, best_tokens
-from .result import Hypothesis, SearchResult, SearchStats
+from .result import Hypothesis, SearchResult
 from .start import MOST_TEXTS, check_start, token_limit
 
 
@@ -58,7 +59,7 @@ def beam_search(
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
     check_start(branch, beams)
-    stats, model = SearchStats(), branch.ctx.model
+    stats, model = EngineStats(), branch.ctx.model
     selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
     running: list[_Beam] = [_Beam(None, branch, 0, "", branch.sequence.incomplete, 0.0)]
     with closing(_Sequences(branch, stats, selection.n_kept)) as sequences:
@@ -136,7 +137,7 @@ class _Sequences:
         k: how many of the best tokens after each beam are returned.
     """
 
-    def __init__(self, branch: Branch, stats: SearchStats, k: int) -> None:
+    def __init__(self, branch: Branch, stats: EngineStats, k: int) -> None:
         self._root, self._stats, self._k = branch, stats, k
         self._held: list[Branch] = []
 
@@ -167,7 +168,7 @@ class _Sequences:
             for text, beam, (row,) in zip(texts, beams, rows, strict=True):
                 text.append_unscored([beam.token], row)
             self._stats.target_forward_passes += ctx.decoder.n_decodes - before
-            self._stats.tokens_decoded += len(beams)
+            self._stats.generated += len(beams)
             return [self.scored(text) for text in texts]
 
     def scored(self, text: Text) -> Continued:

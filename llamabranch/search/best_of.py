@@ -10,8 +10,8 @@ from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..request.result import Result
-from .result import SearchResult, SearchStats
+from ..request.result import EngineStats, Result
+from .result import SearchResult
 from .samples import hypothesis, logprobs, sample
 from .start import MOST_TEXTS, check_start, first_seed, token_limit
 
@@ -58,7 +58,7 @@ def best_of_n(
         return number
 
     check_start(branch)
-    seed, stats = first_seed(branch, seed), SearchStats()
+    seed, stats = first_seed(branch, seed), EngineStats()
     texts = sample(branch, stats, n, seed, max_tokens, stop)
     hypotheses = [hypothesis(text, score_of(text)) for text in texts]
     hypotheses.sort(key=lambda h: -h.score)  # among equal scores, the earlier text comes first

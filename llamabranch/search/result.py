@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import UsageError
+from ..request.result import EngineStats
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,18 @@ class Hypothesis:
     finish_reason: str
 
 
-@dataclass
-class SearchStats:
-    """The cost of a search.
-
-    Attributes:
-        target_forward_passes: decodes, as in `EngineStats`.
-        tokens_decoded: the tokens in these decodes.
-    """
-
-    target_forward_passes: int = 0
-    tokens_decoded: int = 0
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """The result of a search.
 
     Attributes:
         hypotheses: best first; empty if nothing could be generated.
-        stats: the cost.
+        stats: the cost: decodes, and tokens of all texts, also of those that were dropped.
         votes: only from ``vote``: how many texts gave each answer, the most frequent answer first.
     """
 
     hypotheses: list[Hypothesis]
-    stats: SearchStats
+    stats: EngineStats
     votes: Mapping[str | float, int] = field(default_factory=dict)
 
     @property

@@ -16,7 +16,7 @@ from ..request.result import EngineStats, Result
 from ..run.client import Client
 from ..run.drafting import Drafting
 from ..run.job import Job
-from .result import Hypothesis, SearchStats
+from .result import Hypothesis
 
 
 def logprobs(text: Result) -> list[float]:
@@ -32,7 +32,7 @@ def hypothesis(text: Result, score: float) -> Hypothesis:
 
 def sample(
     branch: Branch,
-    stats: SearchStats,
+    stats: EngineStats,
     n: int,
     seed: int,
     max_tokens: int | None,
@@ -57,8 +57,7 @@ def sample(
     Raises:
         DecodeError, and errors of ``is_decided``: all sequences have been freed.
     """
-    counted = EngineStats()
-    client = Client(Drafting(branch.ctx), counted, parallel, max_tokens=max_tokens)
+    client = Client(Drafting(branch.ctx), stats, parallel, max_tokens=max_tokens)
     request = Request("", n=n, stop=stop, sampling=branch.sampling.replace(seed=seed))
     client.queue(Job(request, "", client, seed, reports_tokens=False, beginning=branch.sequence))
     texts: dict[int, Result] = {}
@@ -67,8 +66,6 @@ def sample(
         while client.has_unfinished:
             ended = [event.result for event in client.step() if event.result is not None]
             ended.sort(key=lambda text: text.sample)
-            stats.target_forward_passes = counted.target_forward_passes
-            stats.tokens_decoded = client.n_decoded
             texts |= {text.sample: text for text in ended}
             for text in ended:
                 if text.error is not None and not isinstance(text.error, CapacityError):

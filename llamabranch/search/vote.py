@@ -14,9 +14,9 @@ from ..branch import Branch
 from ..errors import ConfigError, LlamaBranchWarning, warn
 from ..model import stop_strings
 from ..model.thoughts import answer_in
-from ..request.result import Result
+from ..request.result import EngineStats, Result
 from ..sampling.noise import uniform
-from .result import Hypothesis, SearchResult, SearchStats
+from .result import Hypothesis, SearchResult
 from .samples import hypothesis, logprobs, sample
 from .start import MOST_TEXTS, check_start, first_seed, token_limit
 
@@ -86,7 +86,7 @@ def vote(
         return confidence is not None and any(map(ballot.count, ended))
 
     check_start(branch)
-    seed, stats = first_seed(branch, seed), SearchStats()
+    seed, stats = first_seed(branch, seed), EngineStats()
     texts = sample(branch, stats, n, seed, max_tokens, stop, parallel=width, is_decided=is_decided)
     for text in texts if confidence is None else ():
         ballot.count(text)

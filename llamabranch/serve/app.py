@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import anthropic, completions, require_server, utilities, view
-from .errors import HttpError, door_of
+from .errors import HttpError
 from .limits import Limits
-from .messages import reply
 from .security import cors
 from .service import Service
 from .settings import ServeSettings
@@ -62,6 +61,7 @@ def application(
     service_of: Callable[[], Service | None],
     settings: ServeSettings,
     front: Front,
+    log: Callable[[str], None],
 ) -> Starlette:
     """Return the application.
 
@@ -69,6 +69,7 @@ def application(
         service_of: returns the service; None while the model is being loaded.
         settings: limits.
         front: handlers in front of the API.
+        log: is called with a line for each request that is refused.
     """
 
     async def serve(
@@ -97,13 +98,11 @@ def application(
             for name, handler in handlers.items()
             for path in name.split()[1:]
         ],
-        middleware=[Middleware(cors(settings)), Middleware(Limits, settings, front.check)],
+        middleware=[Middleware(cors(settings)), Middleware(Limits, settings, front.check, log)],
         exception_handlers={HTTPException: _not_found},
     )
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    path = request.url.path
-    told = f"{error.detail}: {request.method} {path[:100]}"  # type: ignore[attr-defined]
-    found = HttpError(error.status_code, told)  # type: ignore[attr-defined]
-    return reply(found.body_for(door_of(path)), found.status)
+    told = f"{error.detail}: {request.method} {request.url.path[:100]}"  # type: ignore[attr-defined]
+    raise HttpError(error.status_code, told)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from ..pictures import visible
 from . import require_server
 from .errors import HttpError, door_of, http_error
 from .messages import reply
@@ -31,12 +32,17 @@ class Limits:
         app: the application.
         settings: limits.
         check: raises HttpError unless a request may be answered; may set headers of the answer.
+        log: is called with a line for each refused request.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServeSettings, check: Callable[[Scope], None]
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        check: Callable[[Scope], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._app, self._settings, self._check = app, settings, check
+        self._app, self._settings, self._check, self._log = app, settings, check, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -76,5 +82,9 @@ class Limits:
                 error = http_error(failure, state["fields"])
         finally:
             if error is not None and not has_begun:
+                if self._settings.log_requests:
+                    asked = f"{scope['method']} {scope['path'][:100]}"
+                    why = str(error).removesuffix(f": {asked}")
+                    self._log(visible(f"{asked}: {error.status}, {why}"))
                 body = error.body_for(door_of(scope["path"]))
                 await reply(body, error.status, error.headers)(scope, limited, patient)

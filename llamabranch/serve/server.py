@@ -90,7 +90,7 @@ class Server:
         self.stop()
 
     async def _serve(self) -> None:
-        app = application(lambda: self.service, self.settings, self.front)
+        app = application(lambda: self.service, self.settings, self.front, self._log)
         config = uvicorn.Config(
             app, http="h11", h11_max_incomplete_event_size=_MOST_BYTES, loop="none", ws="none",
             lifespan="off", log_config=None,

@@ -29,7 +29,7 @@ class ServeSettings:
         max_choices: the most texts of one request: prompts times ``n``.
         send_timeout_s: a request is cancelled if its client reads no data for this long.
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
-        log_requests: log a line for each request that was read: what it cost, and why.
+        log_requests: log a line for each request: what it cost and why, or why it was refused.
         max_tokens: the limit for requests that set none; None = until the context is full.
         sampling: defaults for settings that a request leaves out.
         drop_lines: regular expressions. Lines of system prompts that contain a match are left out, so

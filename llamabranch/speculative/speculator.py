@@ -92,17 +92,13 @@ class Speculator:
             return "plain decoding: there is no drafter"
         lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
         stats = self.drafting.total()
-        if stats.num_drafts:
-            low, high = stats.alpha_interval
+        if stats.num_draft_tokens:
             drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
+            accepted, drafted = stats.num_accepted_tokens, stats.num_draft_tokens
             lines.append(
-                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
-                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; of those tested "
-                f"{stats.alpha_hat:.0%} (95 % interval {low:.0%} to {high:.0%})"
+                f"{drafts}: accept rate {accepted / drafted * 100:.0f} % ({accepted} of {drafted}), "
+                f"{stats.mean_acceptance_length:.2f} tokens a drafted round"
             )
-        if stats.stop_reasons:
-            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
-            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
         return "\n".join(lines)
 
     def forget(self, branch: Branch) -> None:

@@ -104,7 +104,7 @@ def talking(
 ) -> Iterator[Chat]:
     """Open a chat on a context of its own, which is audited at the end."""
     options = lb.ContextParams(n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1, exact=True)
-    with Context(model, options) as context, Chat(context, drafter, **settings) as chat:
+    with Context(model, options) as context, Chat(context, drafter=drafter, **settings) as chat:
         yield chat
         context.audit()
 
@@ -130,7 +130,9 @@ def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> 
     texts = []
     drafts = lb.SpeculativeConfig(draft_k=4)
     for drafter in (None, Eager(), "auto"):
-        with Chat(ctx, drafter, drafts, temperature=0, max_tokens=40, seed=1) as chat:
+        with Chat(
+            ctx, drafter=drafter, config=drafts, temperature=0, max_tokens=40, seed=1
+        ) as chat:
             texts.append([chat.send("The fox, the fox, the fox.").finish().text for _ in range(2)])
             drafted = chat.engine.stats.speculative.num_draft_tokens
         assert (drafted > 0) == (drafter is not None)
@@ -138,7 +140,7 @@ def test_answers_are_drafted_where_that_pays_and_stay_the_same(ctx: Context) -> 
 
 
 def test_undo_fork_and_switch_need_no_decode_and_retry_none_for_its_prompt(ctx: Context) -> None:
-    with Chat(ctx, None, seed=1, max_tokens=8) as chat:
+    with Chat(ctx, drafter=None, seed=1, max_tokens=8) as chat:
         first = chat.send("One day").finish()
         with counting(ctx) as counts:
             again = chat.retry()
@@ -191,7 +193,7 @@ def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_p
             assert in_thread(lambda: (chat.messages, chat.tree(), chat.stats, repr(chat))) is None
         return decode(n)
 
-    chat = Chat(ctx, None, seed=1, max_tokens=6)
+    chat = Chat(ctx, drafter=None, seed=1, max_tokens=6)
     with hooked(ctx, around):
         answer = chat.send("Who is the king?").finish()
     assert len(refused) == 2 * len(calls)
@@ -207,7 +209,7 @@ def test_nothing_changes_a_chat_while_another_thread_answers(ctx: Context, tmp_p
 
 def test_a_message_ends_a_running_answer(ctx: Context) -> None:
     """Between two of its tokens, in any thread."""
-    chat = Chat(ctx, None, seed=1, max_tokens=6)
+    chat = Chat(ctx, drafter=None, seed=1, max_tokens=6)
     first = chat.send("Who is the king?")
     next(first)
     assert in_thread(lambda: chat.send("And the queen?").finish()) is None
@@ -266,7 +268,7 @@ def test_an_answer_that_ends_before_its_first_token_leaves_the_chat_as_it_was(
                 change()
         fail(progress)
 
-    with Chat(ctx, None, seed=1, max_tokens=4) as chat:
+    with Chat(ctx, drafter=None, seed=1, max_tokens=4) as chat:
         chat.send("One day").finish()
         chat.send("What was it?")  # nobody reads its answer
         chat.fork()
@@ -303,7 +305,7 @@ def test_an_answer_goes_on_after_a_function_that_it_calls_has_tried_to_change_th
         with pytest.raises(lb.errors.BranchStateError):
             chat.send("No.")
 
-    with Chat(ctx, None, seed=1, max_tokens=4, on_prompt_progress=meddle) as chat:
+    with Chat(ctx, drafter=None, seed=1, max_tokens=4, on_prompt_progress=meddle) as chat:
         first = chat.send("Who is the king?")
         next(first)
         chat.set(on_prompt_progress=None)
@@ -326,7 +328,7 @@ def test_a_function_that_a_chat_calls_while_it_reads_cannot_change_it(
 
     with (
         toy_contexts(name, tmp_path, 8, weights="f32") as (context, _),
-        Chat(context, None, **PLAIN) as chat,
+        Chat(context, drafter=None, **PLAIN) as chat,
     ):
         chat.send("ab").finish()
         chat.set(on_prompt_progress=meddle)
@@ -335,7 +337,7 @@ def test_a_function_that_a_chat_calls_while_it_reads_cannot_change_it(
 
 
 def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> None:
-    with Chat(ctx, None, seed=1, max_tokens=4) as chat:
+    with Chat(ctx, drafter=None, seed=1, max_tokens=4) as chat:
         unread = chat.send("I live in Oslo.")
         last = chat.send("Where do I live?").finish()
         assert [message["role"] for message in chat.messages] == ["user", "user", "assistant"]
@@ -353,14 +355,14 @@ def test_a_message_whose_answer_nobody_reads_stays_without_one(ctx: Context) -> 
 def test_text_of_an_answer_that_nobody_iterates_over_is_all_of_it(ctx: Context) -> None:
     texts = []
     for read in (lambda answer: answer.text, lambda answer: "".join(t.text for t in answer)):
-        with Chat(ctx, None, seed=1, max_tokens=8) as chat:
+        with Chat(ctx, drafter=None, seed=1, max_tokens=8) as chat:
             answer = chat.send("One day")
             assert repr(answer).startswith("<Answer '', 0 tokens")
             texts.append(read(answer))
             assert answer.finish_reason is not None
             assert chat.messages[-1]["content"] == answer.text == texts[-1]
     assert texts[0] == texts[1] != ""
-    with Chat(ctx, None, seed=1, max_tokens=8) as chat:
+    with Chat(ctx, drafter=None, seed=1, max_tokens=8) as chat:
         answer = chat.send("One day")
         assert next(answer).text == answer.text
         assert len(answer.tokens) == 1
@@ -507,7 +509,8 @@ def test_chats_that_begin_alike_read_their_beginning_once(name: str, tmp_path: P
     opened = toy_contexts(name, tmp_path, 8, weights="f32")
     with opened as (context, _), contextlib.ExitStack() as stack:
         chats = [
-            stack.enter_context(Chat(context, None, system=document, **PLAIN)) for _ in range(3)
+            stack.enter_context(Chat(context, drafter=None, system=document, **PLAIN))
+            for _ in range(3)
         ]
         with counting(context) as counts:
             answers = [chat.send("Who was it?").finish() for chat in chats]
@@ -525,7 +528,7 @@ def test_message_that_is_interrupted_leaves_what_was_read_before_it(
 ) -> None:
     """Even if it was read into the only sequence, which the last turn had before."""
     opened = toy_contexts(name, tmp_path, 1, weights="f32")
-    with opened as (context, _), Chat(context, None, **PLAIN) as chat:
+    with opened as (context, _), Chat(context, drafter=None, **PLAIN) as chat:
         first = chat.send("Who was the king of old?").finish()
         context.interrupt()
         with pytest.raises(lb.errors.DecodeInterruptedError):
@@ -543,7 +546,7 @@ def test_a_chat_keeps_its_turns_whatever_the_context_was_opened_with(model: lb.M
     for more in options:
         with Context(model, n_ctx=2048, n_seq_max=4, n_threads=1, **more) as context:
             before = context.prefix_cache
-            with Chat(context, None, seed=1, max_tokens=5) as chat:
+            with Chat(context, drafter=None, seed=1, max_tokens=5) as chat:
                 assert before in (None, context.prefix_cache)
                 first = chat.send("One day").finish()
                 with counting(context) as counts:
@@ -585,7 +588,7 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_little_more_than_their_dist
         is_exact = context.kv_cache.can_draft and template != CHANGING
         drafter: Any = None if is_exact else "auto"
         options = {**PLAIN, "max_tokens": 40}
-        with Chat(context, drafter, system="Be kind.", **options) as chat:
+        with Chat(context, drafter=drafter, system="Be kind.", **options) as chat:
             with counting(context) as counts:
                 answers = ten_turns(chat)
                 answers += [chat.send(f"And after the storm {i}?").finish() for i in range(4)]

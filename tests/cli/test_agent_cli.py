@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import scripts
 import stages
-from commands import COMMAND, answer, on_terminal, run
+from commands import COMMAND, answer, on_terminal, run, said_by
 from self_signal import signalled
+
+from llamabranch.cli import options
 
 TOOLS = '''
 from __future__ import annotations
@@ -60,6 +64,27 @@ def test_the_answer_goes_to_standard_output_and_the_steps_to_standard_error(
     assert report["messages"][:2] == [
         {"role": "system", "content": "Help."}, {"role": "user", "content": "one: go"},
     ]  # fmt: skip
+
+
+def test_limits_a_schema_and_the_other_settings_of_an_agent(model: Path, tools: Path) -> None:
+    arguments = ("agent", "-m", model, "--tools", tools, "-t", "1")
+    for limit, reason, told in (
+        (("-n", "1"), "length", "the limit of tokens: -n"),
+        (("--max-turns", "1", "-S", "parallel_tool_calls=false"), "turns", "--max-turns"),
+    ):
+        result = run(*arguments, *limit, "again: go")
+        assert result.exit_code == 1 and told in result.stderr, (reason, result.output)
+        report = json.loads(run(*arguments, *limit, "again: go", "--json").stdout)
+        assert report["finish_reason"] == reason
+    done = run(*arguments, "-n", "-1", "-j", '{"type": "integer"}', "typed: go")
+    assert done.exit_code == 0 and done.stdout == "3\n"
+    pattern = r"0 calls; \d+ tokens read, \d+ cached, \d+ generated in \d+\.\d s"
+    assert re.search(pattern, done.stderr)
+    assert "no setting 'tool_seconde'" in said_by(*arguments, "-S", "tool_seconde=3", "one: go")
+    assert "tool_choice" in said_by(*arguments, "-S", "tool_choice=nope", "one: go")
+    shown = run("agent", "-h").stdout
+    for name in options._AGENT:
+        assert name in shown
 
 
 def test_what_a_function_prints_is_no_answer(model: Path, tools: Path) -> None:

@@ -14,7 +14,6 @@ from self_signal import signalled
 from toys import write_toy
 
 import llamabranch as lb
-from llamabranch.bench.machine import Machine
 from llamabranch.bench.speed import Speeds, fastest, measure
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
@@ -23,12 +22,11 @@ SET = ("-ctk", "f16", "-fa", "on", "-S", "exact=false")
 
 
 def test_bench_measures_each_setting_and_length_that_fits_and_names_flags_that_work() -> None:
-    result, machine = commands.run("bench", *SMALL, "-ctk", "f16"), Machine.now()
+    result = commands.run("bench", *SMALL, "-ctk", "f16")
     assert result.exit_code == 0, result.stderr
     for label in ("with drafts", "\n-fa 1  ", "\n-fa 0  ", "\nfastest here: "):
         assert label in result.stdout
-    processor = f"processor: {' '.join(machine.processor.split())}"
-    assert processor in " ".join(result.stdout.split())
+    assert "processor" not in result.output and "noisy" not in result.output
     answer = commands.answer("bench", *SMALL, "-r", "2", "-ctk", "f16")
     assert set(answer) == {
         *("model", "drafters", "machine", "interrupted", "tokens_per_second", "fastest")

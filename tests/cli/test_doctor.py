@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -28,17 +29,24 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    labels = "llamabranch system variables processor threads advice"
-    assert all(f"{label}: " in result.stdout for label in labels.split())
-    assert len(result.stdout.splitlines()) <= 40  # on one screen
-    assert result.stdout.count("\nok  ") == 3
-    for line in (f"llamabranch: {lb.__version__} (", "runs on: the CPU\n", "threads: 1 "):
-        assert line in result.stdout
-    assert "HF_TOKEN" in result.stdout
+    found, facts = result.stdout.split(f"llamabranch {lb.__version__}, Python ")
+    *slow, ok = found.splitlines()  # what is wrong comes first
+    assert ok == f"ok: {', '.join(doctor.TESTS)}"
+    assert all(line.startswith("slow: ") for line in slow)
+    for line in (
+        "\nllama-cpp-python ",
+        "\nsystem: ",
+        "\nprocessor: ",
+        "runs on: the CPU, 1 thread; ",
+    ):
+        assert line in facts
+    assert "\nvariables: " in facts and "HF_TOKEN" in facts
+    wide = run("doctor", FORCE_COLOR="1", NO_COLOR="1", TERM="dumb", COLUMNS="80").stdout
+    assert len(wide.splitlines()) < 24  # one screen
     assert "hf_secret" not in result.output
 
 
-def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:
+def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_above_what_is_known() -> None:
     def without(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*COMMAND, *arguments], env={**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"},
@@ -47,34 +55,23 @@ def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known()
 
     done = without("doctor")
     assert done.returncode == 1
-    assert f"llamabranch: {lb.__version__} (" in done.stdout
-    assert "LLAMA_CPP_LIB_PATH" in done.stdout
-    assert "\nFAIL  loading llama.cpp and the bundled pair: FileNotFoundError" in done.stdout
+    fault, _, _, *facts, end = done.stdout.splitlines()
+    assert fault.startswith("FAIL: a score: score cannot be loaded: ")
+    assert facts[0].startswith(f"llamabranch {lb.__version__}, ")
+    assert "LLAMA_CPP_LIB_PATH" in facts[-1] and end.startswith("please report this")
     done = without("generate", "--json", "-p", "x")
     assert done.returncode == 1
     assert done.stderr.startswith("error: generate cannot be loaded: ")
 
 
-@pytest.mark.parametrize("of_results", [True, False])
-def test_a_check_that_raises_has_failed(of_results: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine puts the error of a text into its result. Two empty texts would be equal."""
-    generate = lb.Engine.generate
-
-    def failing(self: lb.Engine, requests: list[lb.Request]) -> list[lb.Result]:
-        results = generate(self, requests)
-        for result in results:
-            result.tokens, result.error = [], lb.errors.DecodeError("no")
-        return results
-
-    def refused(*_: object) -> None:
-        raise lb.errors.DecodeError("no")
-
-    monkeypatch.setattr(lb.Engine, "generate", failing if of_results else refused)
-    monkeypatch.setattr(lb.Context, "audit", refused)
+def test_a_build_that_ends_the_process_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a build for another processor does, by SIGILL."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     result = run("doctor")
     assert result.exit_code == 1
-    for name in ("four texts in one batch", "speculative decoding", "the cache's accounting"):
-        assert f"FAIL  {name}: DecodeError: no" in result.stdout
+    faults = [f"FAIL: {name}: the process ended with 1" for name in doctor.TESTS]
+    assert result.stdout.splitlines()[: len(faults)] == faults
+    assert f"\nllamabranch {lb.__version__}, " in result.stdout
 
 
 def advised(machine: Machine, n_threads: int = 4, flags: frozenset[str] = FLAGS) -> list[str]:
@@ -86,7 +83,7 @@ def test_what_could_be_better_is_advised(monkeypatch: pytest.MonkeyPatch) -> Non
     assert advised(replace(MACHINE, features=()), flags=frozenset()) == []  # unknown: no advice
     (line,) = advised(MACHINE, flags=FLAGS | {"avx512f"})
     assert "avx512f" in line and "-DGGML_NATIVE=on" in line
-    assert "busy (load 4.00" in advised(replace(MACHINE, load=4.0))[0]
+    assert advised(replace(MACHINE, load=4.0)) == ["other programs use the cores too (load 4.00)"]
     assert "8 threads share 4 cores" in advised(MACHINE, 8)[0]
     monkeypatch.setattr("shutil.which", lambda name: name == "nvidia-smi")
     assert "-DGGML_CUDA=on" in doctor.advise(MACHINE, FLAGS, 4, on_gpu=False)[0]

@@ -63,7 +63,7 @@ def test_commands_take_repositories_and_never_download_by_surprise(hub: FakeHub)
         assert f"llamabranch models pull {TARGET}:Q8_0" in result.stderr
     assert not hub.requests
     alone = run("speculate", *pair[:2], *SHORT, **ALLOWED)
-    assert alone.exit_code == 0 and "4 tokens a draft by suffix" in alone.stderr
+    assert alone.exit_code == 0 and "drafts of 4 tokens by suffix" in alone.stderr
     assert alone.stderr.count("downloading ") == 1
     result = run("speculate", *pair, *SHORT, "--json", "-s", "1", **ALLOWED)
     assert result.exit_code == 0, result.stderr

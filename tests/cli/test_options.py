@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from toys import CHAT_TEMPLATE, write_toy
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli.app import COMMANDS, load_command
+from llamabranch.cli.options import PANELS
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 SHORT = ("-c", "256", "-d", "none")
@@ -40,7 +42,7 @@ def test_ten_commands_and_speculate_and_their_own_help_begins_as_the_list() -> N
     shown = run("--help").stdout
     for name, line in COMMANDS.items():
         assert (load_command(name).help or "").split("\n\n")[0] == line
-        assert load_command(name).name == name and name in shown
+        assert load_command(name).name == name and f"  {name:<10} {line}\n" in shown
     assert run("--version").stdout.startswith("llamabranch 0.")
 
 
@@ -49,8 +51,11 @@ def test_help_is_a_screen_with_a_sentence_two_examples_and_every_option(name: st
     assert len(options(name)) <= 24
     lines = run(name, "-h").stdout.splitlines()
     assert len(lines) <= 40 and all(len(line) <= 80 for line in lines)
-    examples = [line for line in lines if line.startswith(("llamabranch ", "cat ", "pip "))]
-    assert len(examples) == 2 and COMMANDS[name] in lines
+    sentence, empty, *examples, end = lines[:5]
+    assert sentence == COMMANDS[name] and empty == end == ""
+    assert all(re.match(f"  (.*[|] )?(llamabranch {name}|pip) ", f"{line} ") for line in examples)
+    panels = [line[:-1] for line in lines[5:] if line.endswith(":") and line[0] != " "]
+    assert panels == [panel for panel in PANELS if panel in panels] and panels[-1] == "Output"
     for param in options(name):
         assert any(f"{param.opts[0]} " in f"{line.replace(',', ' ')} " for line in lines), (
             param.opts

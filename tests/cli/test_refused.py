@@ -24,6 +24,8 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculate", "--draft", "16"), "no model is called"),
     (("speculate", "-S", "rule=best"), "unknown rule 'best'"),
     (("speculate", "-S", "hotness=3"), "no setting 'hotness'"),
+    (("agent", "a", "-m", "tale-target", "-S", "n=4"), "no setting 'n'"),
+    (("score", "a", "-m", "tale-target", "-S", "rule=seeded"), "no setting 'rule'"),
     (("speculate", "-S", "typical_p"), "takes NAME=VALUE"),
     (("speculate", "-S", "typical_p=x"), "typical_p"),
     (("speculate", "--temperature", "1e5"), "temperature"),

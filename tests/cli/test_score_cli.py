@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import answer, run
+from commands import answer, run, said_by
 
 import llamabranch as lb
 
@@ -26,9 +26,19 @@ def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
     total = math.fsum(score.logprob for score in expected)
     assert record["logprob"] == pytest.approx(total)
     assert record["perplexity"] == pytest.approx(math.exp(-total / len(expected)))
-    lines = run("score", text).stdout.splitlines()
+    first = ctx.detokenize(tokens[:1])
+    assert record["given"] == {"token": tokens[0], "text": first}
+    lines = run("score", text, "--exact").stdout.splitlines()
     assert lines[0].split() == ["token", "text", "logprob", "rank", "entropy"]
-    assert lines.index("") == len(tokens)
+    assert lines[1].split() == [str(tokens[0]), repr(first), "given"]
+    perplexity, logprob = f"{record['perplexity']:.4f}", f"{record['logprob']:.4f}"
+    assert lines[-1].split() == [f"{len(expected)}", "tokens", "perplexity", perplexity, logprob]
+    assert len(lines) == len(tokens) + 2
+    both = run("score", text, "Once  upon", "--exact").stdout.splitlines()
+    assert [line.split()[-3:] for line in both[:2]] == [
+        ["tokens", "logprob", "perplexity"], [f"{len(expected)}", logprob, perplexity],
+    ]  # fmt: skip
+    assert len(both) == 3 and both[2].startswith("Once upon  ")
 
 
 def test_a_file_has_the_perplexity_of_the_library_and_a_model_no_divergence_from_itself(
@@ -42,15 +52,20 @@ def test_a_file_has_the_perplexity_of_the_library_and_a_model_no_divergence_from
     assert found["value"] == pytest.approx(expected.value, rel=1e-3)
     shown = run("score", "-f", path, "-c", "64").stdout
     assert re.search(r"perplexity +\d+\.\d+ ± \d", shown)
+    assert run("score", path, "-c", "64").stdout == shown  # a file that exists
+    assert "is scored alone" in said_by("score", "-f", path, "text")
+    short = run("score", path)  # without -c the chunks fit a short text
+    assert short.exit_code == 0 and "a short text: chunks of " in short.stderr
     same = answer("score", "-f", path, "-c", "64", "--against", "tale-target")
     assert same["kl_divergence"]["value"] == pytest.approx(0, abs=1e-6)
     assert same["same_most_probable_token"]["value"] == 1
     other = answer("score", "-f", path, "-c", "64", "--against", "tale-draft")
     assert other["kl_divergence"]["value"] > 0 and other["against"] == "tale-draft"
+    shown = run("score", path, "-c", "64", "--against", "tale-draft").stdout
+    assert re.search(r"^same most probable token +\d\d\.\d % ± \d\.\d %$", shown, re.MULTILINE)
 
 
-def test_a_text_of_one_token_says_why_it_has_no_figures() -> None:
-    shown = run("score", " the").stdout
-    assert "'the' is a single token" in shown
-    assert run("score", " the", "Once upon").stdout.count("single token") == 1
+def test_a_text_of_one_token_has_no_figures() -> None:
+    lines = [line.split() for line in run("score", " the").stdout.splitlines()]
+    assert lines[1][-1] == "given" and lines[2:] == [["0", "tokens", "perplexity", "-", "0.0000"]]
     assert answer("score", " the")["scores"][0]["n_tokens"] == 0

@@ -82,7 +82,7 @@ def test_chat_tells_how_much_of_a_message_is_read(target: lb.Model) -> None:
     with (
         lb.Model(target.path, chat_template=CHAT_TEMPLATE) as model,
         Context(model, n_ctx=1024, n_batch=CHUNK, n_threads=1) as ctx,
-        Chat(ctx, None, max_tokens=2, temperature=0.0) as chat,
+        Chat(ctx, drafter=None, max_tokens=2, temperature=0.0) as chat,
     ):
         seen: list[PromptProgress] = []
         chat.set(on_prompt_progress=seen.append)

@@ -94,7 +94,7 @@ def test_text_and_events_of_a_call_have_only_its_content(ctx: lb.Context) -> Non
         body: Any = result.to_openai()
         assert body["choices"][0]["finish_reason"] == "tool_calls"
         assert body["choices"][0]["message"]["content"] == (content or None)
-        with lb.Chat(ctx, None, **asked()) as chat:
+        with lb.Chat(ctx, drafter=None, **asked()) as chat:
             answer = chat.send("Where?")
             assert "".join(event.text for event in answer) == content
             assert (answer.text, answer.finish_reason) == (content, "tool_calls")

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -300,6 +303,22 @@ def test_texts_share_one_cache_and_what_a_schema_forces_is_drafted(tmp_path: Pat
             answer = api.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert "forced" in answer.json()["choices"][0]["logprobs"]["sources"]
+
+
+def test_the_first_four_lines_say_where_for_whom_and_what_to_paste() -> None:
+    command = [sys.executable, "-m", "llamabranch.cli", *COMMAND, "-np", "4", "--port", "0"]
+    command += ["-m", str(TARGET)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        process.terminate()
+    where = re.match(r"tale-target\S* on (http://127\.0\.0\.1:\d+): ", lines[0])
+    assert where is not None, lines
+    url, texts = where[1], "4 texts of 1,024 tokens, or 1 of 4,096"
+    assert lines[0].endswith(f": {texts}\n")
+    assert lines[1] == f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=none\n"
+    assert lines[2] == f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN=none\n"
+    assert lines[3].startswith(f"the page: {url}/#")
 
 
 @no_sigterm

@@ -80,9 +80,20 @@ def test_a_line_has_no_control_characters(server: Serving, monkeypatch: pytest.M
     assert lines[0].isprintable()
 
 
+def test_a_refused_request_leaves_a_line(server: Serving) -> None:
+    server.lines.clear()
+    with server.client() as api:
+        assert api.get("/chat/completions").status_code == 404
+        post(api, 400, prompt="Once", max_tokens=-8)
+    wrong, bad = server.lines
+    assert wrong == "GET /chat/completions: 404, Not Found"
+    assert bad.startswith("POST /v1/completions: 400, ") and "max_tokens" in bad
+
+
 def test_no_line_without_the_setting() -> None:
     with serving(log_requests=False) as server, server.client() as api:
         post(api, prompt="Once", max_tokens=1)
+        post(api, 400, prompt="Once", max_tokens=-8)
         assert server.lines == []
 
 

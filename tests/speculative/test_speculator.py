@@ -228,7 +228,8 @@ def test_statistics_add_up_and_are_explained(ctx: Context, draft_ctx: Context) -
     assert 0 <= low <= stats.alpha_hat <= high <= 1
     assert sum(stats.stop_reasons.values()) == stats.num_rounds
     words = speculator.explain()
-    for part in (speculator.drafter.name, r"\d drafts?: ", "always 3 tokens", "drafts ended by"):
+    rate = rf"\d drafts?: accept rate \d+ % \({stats.num_accepted_tokens} of {stats.num_draft_tokens}\), "
+    for part in (speculator.drafter.name, rate, "always 3 tokens"):
         assert re.search(part, words)
 
 

@@ -455,7 +455,7 @@ class Document:
     def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, with the fields that every node has."""
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
-        names += ["lp", "h", "known"]
+        names += ["lp", "h", "known", "note", "turns"]
         nodes = [self.node_fields(node) for node in self.shown()]
         columns = {name: [fields[name] for fields in nodes] for name in names}
         if len(nodes) > _MANY:

@@ -20,7 +20,14 @@ from ..context.context import text_context
 from ..engine import Engine
 from ..engine.completion import Call
 from ..engine.context import Context
-from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    ConfigError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+    UsageError,
+)
 from ..generation.text import Text
 from ..model import stop_strings
 from ..model.text import n_common
@@ -561,8 +568,9 @@ class Answer:
         try:
             if is_running and not self._chat.ctx.closed:
                 self._chat.client.abort_all()
-                for event in self._events:
-                    self._note(event)
+                with suppress(DecodeInterruptedError):  # the last events come before the exception
+                    for event in self._events:
+                        self._note(event)
         finally:
             if not (keeps_message or self.exchange.is_answered):
                 self._chat.take_back()

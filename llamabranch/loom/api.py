@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ..arguments import path_text
@@ -114,17 +114,11 @@ def _places(
     """
     # A match may begin in the text before the node. A character there has at most four tokens.
     start = max(0, node.at - 4 * n_wanted)
-    before = [t for o, a, b in node.stretches(start, node.at) for t in o.ids[a:b]]
-    n_before = len(document.bytes_of(before))
-    data = document.bytes_of([*before, *node.ids])
-    text = data.decode("utf-8", "surrogateescape")  # an invalid byte becomes one character
-    matches: list[dict[str, object]] = []
-    ends: list[int] = []
-    for match in islice(wanted.finditer(text), _MOST_FOUND):
-        first, end = (len(text[:i].encode("utf-8", "surrogateescape")) for i in match.span())
-        if end > n_before:  # else it is the parent's
-            ends = ends or [*accumulate(len(document.bytes_of([t])) for t in [*before, *node.ids])]
-            at, last = (start + bisect_right(ends, place) for place in (first, end - 1))
+    words, matches = document.texts(node.tokens(start=start)), list[dict[str, object]]()
+    ends = [*accumulate(map(len, words))]
+    for match in wanted.finditer("".join(words)):
+        at, last = (start + bisect_right(ends, i) for i in (match.start(), match.end() - 1))
+        if last >= node.at:  # else it is the parent's
             matches.append({"node": node.id, "at": at, "last": last})
     return matches
 

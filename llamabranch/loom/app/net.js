@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
 import { busy, hush, openLink, plural, redraw, short, tell, warn } from "./dom.js";
-import { forgetTokens, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
+import { putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 let links = 0; // links used so far: a request sent before the last link says nothing about the new session
@@ -150,11 +150,6 @@ const EVENTS = {
     const message = data.error?.message;
     if (message) tell(message);
     return ["state", "live", "inspect", "legend"];
-  },
-  model: (data) => {
-    if (data.model && !store.doc.model) forgetTokens(); // the model finds thoughts and calls in answers
-    Object.assign(store.doc, data);
-    return ["state", "text"];
   },
   set: (data) => (Object.assign(store.doc, data), ["state"]),
   reset: () => {

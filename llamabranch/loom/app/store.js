@@ -144,7 +144,8 @@ export function putNode(from) {
 
 /** Take a whole document; tokens that are known stay. @param {Loose} doc */
 export function putDoc(doc) {
-  const old = doc.boot === store.doc.boot ? store.nodes : new Map(); // another process may give a name to another text
+  // Another process may give a name to another text, and once there is a model it finds thoughts and calls in answers.
+  const old = doc.boot === store.doc.boot && !doc.model === !store.doc.model ? store.nodes : new Map();
   store.nodes = new Map();
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
@@ -200,12 +201,6 @@ export function putTokens(columns) {
   if (node.text.length < 40) node.text = node.tokens.pieces.slice(0, 40).map(pieceText).join("").slice(0, 60);
   columns.top?.forEach((/** @type {Top} */ top, /** @type {number} */ i) => store.tops.set(`${node.id}:${columns.at + i}`, top));
   for (const key of store.tops.keys()) if (store.tops.size > CACHED_TOPS) store.tops.delete(key);
-}
-
-/** Make the page fetch all tokens again if there is a conversation. */
-export function forgetTokens() {
-  const nodes = [...store.nodes.values()];
-  if (nodes.some(({ turns }) => turns?.length)) for (const node of nodes) node.tokens = NONE;
 }
 
 export function putRound(/** @type {Loose} */ round) {

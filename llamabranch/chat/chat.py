@@ -20,7 +20,14 @@ from ..context.context import text_context
 from ..engine import Engine
 from ..engine.completion import Call
 from ..engine.context import Context
-from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError, UsageError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    ConfigError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+    UsageError,
+)
 from ..generation.text import Text
 from ..model import stop_strings
 from ..model.text import n_common
@@ -234,9 +241,10 @@ class Chat:
             return self._begin(0, Exchange(last.parent, last.user, results=last.results))
 
     def edit(self, n: int, text: str) -> Answer:
-        """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
+        """Replace the user's ``n``-th message of the current branch, on a new branch.
 
-        Its answer gets a seed that no other answer to the same text at this place had.
+        The first is 1, the last is -1; answers and the system message are not counted. Its answer gets
+        a seed that no other answer to the same text at this place had.
 
         Raises:
             UsageError: there is no such message. It also raises the errors of `send`.
@@ -246,12 +254,12 @@ class Chat:
 
     def _exchange(self, n: int) -> Exchange:
         exchanges, n = self.exchanges, whole("the number of a message", n)
-        if not 1 <= n <= len(exchanges):
+        if not 1 <= abs(n) <= len(exchanges):
             if exchanges:
-                hint = f"messages are numbered from 1 to {len(exchanges)}"
+                hint = f"yours are numbered from 1 to {len(exchanges)}; answers are not counted"
                 raise UsageError(f"there is no message {n}", hint=hint)
             raise UsageError("there is no message yet", hint="send one first")
-        return exchanges[n - 1]
+        return exchanges[n - 1 if n > 0 else n]
 
     def _begin(self, number: int, question: Exchange) -> Answer:
         """Plan an answer on a branch (0: on a new one), and then change the conversation."""
@@ -560,8 +568,9 @@ class Answer:
         try:
             if is_running and not self._chat.ctx.closed:
                 self._chat.client.abort_all()
-                for event in self._events:
-                    self._note(event)
+                with suppress(DecodeInterruptedError):  # the last events come before the exception
+                    for event in self._events:
+                        self._note(event)
         finally:
             if not (keeps_message or self.exchange.is_answered):
                 self._chat.take_back()

@@ -15,7 +15,7 @@ from ..serve.app import Front
 from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
 from . import formats
-from .document import Bar, Document, Node, short, turn_columns
+from .document import Bar, Document, Node, short
 from .loom import Do, Loom
 from .operations import Operations
 
@@ -49,16 +49,14 @@ def front_of(loom: Loom) -> Front:
 
 async def _doc(loom: Loom, call: Request) -> Response:
     document = loom.document
-    shown = [*document.shown()]
-    current = document.current
+    current = document.nodes.get(document.current or "")
     state = {"state": "generating"} if loom.running else {}
     return reply({
-        "boot": loom.boot, "rev": document.rev, **loom.model(), **state,
-        "file": loom.file, "current": current if current in {n.id for n in shown} else None,
+        "boot": loom.boot, **loom.model(), **state,
+        "file": loom.file, "current": current.id if current and not current.hidden else None,
         **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in loom.running],
-        "notes": {n.id: n.note for n in shown if n.note}, "bars": document.bars,
-        "turns": {n.id: turn_columns(n.made.turns) for n in shown if n.made.turns},
+        "bars": document.bars,
     })  # fmt: skip
 
 
@@ -116,32 +114,18 @@ def _places(
     """
     # A match may begin in the text before the node. A character there has at most four tokens.
     start = max(0, node.at - 4 * n_wanted)
-    before = [t for o, a, b in node.stretches(start, node.at) for t in o.ids[a:b]]
-    n_before = len(document.bytes_of(before))
-    data = document.bytes_of([*before, *node.ids])
-    text = data.decode("utf-8", "surrogateescape")  # an invalid byte becomes one character
-    matches: list[dict[str, object]] = []
-    ends: list[int] = []
-    for match in wanted.finditer(text):
-        first, end = (len(text[:i].encode("utf-8", "surrogateescape")) for i in match.span())
-        if end <= n_before:  # the parent's
-            continue
-        ends = ends or [*accumulate(len(document.bytes_of([t])) for t in [*before, *node.ids])]
-        line = text[max(0, match.start() - 30) : match.end() + 30]
-        at, last = (start + bisect_right(ends, place) for place in (first, end - 1))
-        matches.append({
-            "node": node.id, "at": at, "last": last,
-            "text": line.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-        })  # fmt: skip
-        if len(matches) == _MOST_FOUND:
-            break
+    words, matches = document.texts(node.tokens(start=start)), list[dict[str, object]]()
+    ends = [*accumulate(map(len, words))]
+    for match in wanted.finditer("".join(words)):
+        at, last = (start + bisect_right(ends, i) for i in (match.start(), match.end() - 1))
+        if last >= node.at:  # else it is the parent's
+            matches.append({"node": node.id, "at": at, "last": last})
     return matches
 
 
 async def _events(loom: Loom, call: Request) -> Response:
     await call.body()
-    last = call.headers.get("last-event-id", "")
-    return EventStream(loom.stream(last or call.query_params.get("since", "")))
+    return EventStream(loom.stream())
 
 
 async def _export(loom: Loom, call: Request) -> Response:

@@ -7,6 +7,7 @@ the tokens of a node's whole text, from its root on.
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,10 +29,10 @@ Mode = Literal["text", "chat"]
 Thinking = (
     bool | Annotated[int, Meta(ge=0)] | None
 )  # at most so many tokens; None = as the template does
-_SETTINGS = (  # of a generated node, as the page gets them
-    "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory",
-    "authors_note", "window",
+SETTINGS = (  # of a generated node, besides its seed, sampling and length
+    "stop", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
 )  # fmt: skip
+_FACTS = ("parent", "at", "kind", "by", "seed", "sampling", "max_tokens", "window", *SETTINGS)
 _GENERATED = frozenset("sfdbc")
 _SHOWN, _LISTED = (
     40,
@@ -400,6 +401,11 @@ class Document:
         """Return the text of tokens as UTF-8. With ``names``, control tokens are written by name."""
         return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
 
+    def texts(self, ids: Iterable[int], *, names: bool = False) -> list[str]:
+        """Return the texts of consecutive tokens; a character that several share is in the last one."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(self.bytes_of([token], names=names)) for token in ids]
+
     def written(self, ids: Iterable[int]) -> str:
         """Return the text of tokens with the names of control tokens, as the page shows it."""
         return self.bytes_of(ids, names=True).decode("utf-8", "replace")
@@ -440,12 +446,10 @@ class Document:
         lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))
         marks = node.deleted, node.rounds, node.bookmark, node.note
         return {
-            "id": node.id, "parent": record.parent, "at": record.at, "n": len(node.ids),
-            "kind": record.kind, "by": record.by, "reason": node.reason,
+            **{name: getattr(record, name) for name in _FACTS},
+            "id": node.id, "n": len(node.ids), "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
-            "seed": record.seed, "sampling": record.sampling,
-            **{name: getattr(record, name) for name in _SETTINGS},
             "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
@@ -455,7 +459,7 @@ class Document:
     def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, with the fields that every node has."""
         names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
-        names += ["lp", "h", "known"]
+        names += ["lp", "h", "known", "note", "turns"]
         nodes = [self.node_fields(node) for node in self.shown()]
         columns = {name: [fields[name] for fields in nodes] for name in names}
         if len(nodes) > _MANY:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -35,7 +34,8 @@ from .journal import Journal
 from .turns import answers, head_of
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
-_MOST_EVENTS = 4096  # events that are kept for a tab that reconnects
+_MOST_EVENTS = 4096  # events that wait for a slow tab
+_RESET = b"event: reset\ndata: {}\n\n"  # makes a tab fetch the document
 _FEW = 64  # up to this many tokens are processed without showing progress
 _MOST_AGAIN = 4096  # tokens that a tab gets again when some of them have new numbers
 _HELD = 8  # an incomplete tag or character has at most this many tokens
@@ -124,9 +124,7 @@ class Live:
         self.boot = token_hex(4)
         self.jobs: dict[str, PageJob] = {}
         self._numbers = count(1)
-        self._ring: deque[tuple[int, bytes]] = deque(maxlen=_MOST_EVENTS)
-        self._lost = 0  # the last event that the ring has dropped
-        self._news: set[asyncio.Event] = set()
+        self._tabs: dict[asyncio.Event, list[bytes]] = {}  # events that wait to be sent to each tab
         self._tasks: set[asyncio.Task[None]] = set()
         # Own tokens that are neither sent nor in the journal.
         self._unsent: dict[Node, tuple[int, int]] = {}
@@ -149,48 +147,32 @@ class Live:
 
     def emit(self, name: str, data: object) -> None:
         """Send an event to all tabs."""
-        self.document.rev += 1
-        rev = self.document.rev
-        if len(self._ring) == _MOST_EVENTS:
-            self._lost = self._ring[0][0]
-        head = f"id: {self.boot}.{rev}\nevent: {name}\ndata: ".encode()
-        self._ring.append((rev, head + _encode(data) + b"\n\n"))
-        for signal in self._news:
-            signal.set()
+        frame = f"event: {name}\ndata: ".encode() + _encode(data) + b"\n\n"
+        for news, waiting in self._tabs.items():
+            if len(waiting) == _MOST_EVENTS:
+                waiting[:] = [_RESET]
+            waiting.append(frame)
+            news.set()
 
     def send_nodes(self, *nodes: Node, cid: str = "") -> None:
         """Send the current state of nodes; ``cid`` is the id of the request that made them."""
         for node in nodes:
             self.emit("node", {"node": self.document.node_fields(node), "cid": cid})
 
-    async def stream(self, since: str) -> AsyncGenerator[bytes, None]:
-        """Yield all events after ``since``, then new ones as they come."""
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield events as they come. The first one makes the tab fetch the document."""
         self._loop = asyncio.get_running_loop()
-        boot, _, rev = since.partition(".")
-        seen = int(rev) if rev.isdecimal() else -1
-        news = asyncio.Event()
-        self._news.add(news)
+        news, waiting = asyncio.Event(), [_RESET]
+        self._tabs[news] = waiting
         try:
-            yield b": hello\n\n"
-            if boot != self.boot or seen > self.document.rev:
-                seen = -1
             while True:
-                if seen < self._lost:
-                    seen = self.document.rev
-                    reset = f"id: {self.boot}.{seen}\nevent: reset\ndata: {{}}\n\n"
-                    yield reset.encode()
-                parts = [frame for number, frame in self._ring if number > seen]
-                seen = self.document.rev
-                if parts:
-                    yield b"".join(parts)
-                    continue
-                news.clear()
-                try:
+                frames, waiting[:] = b"".join(waiting), []
+                yield frames or b": beat\n\n"
+                with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(news.wait(), _BEAT_S)
-                except asyncio.TimeoutError:
-                    yield b": beat\n\n"
+                news.clear()
         finally:
-            self._news.discard(news)
+            del self._tabs[news]
 
     def call(self, function: Callable[..., None], *args: object) -> None:
         """Call a function in the event loop. Any thread may call this."""

@@ -28,6 +28,7 @@ from ..serve.generation import all_texts
 from ..serve.page import Page
 from ..serve.service import TOO_LONG, Service
 from .document import (
+    SETTINGS,
     Change,
     Document,
     Ended,
@@ -49,7 +50,6 @@ from .turns import chat_fields, head_of, thinking_at
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
 _ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
-_MORE = ("stop", "thinking", *_ASIDES)  # other settings that a node keeps
 _KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 _BEGINNING, _END = "There was once a king who lived in a", " kitchen."
@@ -177,8 +177,7 @@ class Loom(Live):
                 f"It was written with the model {head.model}, and this is {model.name}. To read it "
                 "with this model, import it into another document."
             )
-        self.emit("model", self.model())
-        self.tell_file()
+        self.emit("reset", {})
 
     def model(self) -> dict[str, object]:
         """Return the facts about the model that the page shows."""
@@ -204,7 +203,7 @@ class Loom(Live):
         """Report how far a model is loaded. Any thread may call this."""
         if message != self._loading["message"]:
             self._loading = {"message": message}
-            self.call(self.emit, "model", {"loading": self._loading})
+            self.call(self.emit, "set", {"loading": self._loading})
 
     def again(self, cid: str) -> dict[str, object] | None:
         """Return the answer to a request that was already done, even by an earlier process, or None."""
@@ -255,7 +254,7 @@ class Loom(Live):
         first = Made(
             id=document.name(), parent=do.node, at=at, kind=kind, by="A", seed=str(seed),
             sampling=msgspec.to_builtins(do.sampling or SamplingFields()), max_tokens=do.max_tokens,
-            **{name: getattr(do, name) for name in (*_GRAMMARS, *_MORE)},
+            **{name: getattr(do, name) for name in SETTINGS},
         )  # fmt: skip
         self.check_mode("chat" if document.turns(node, at) else "text", do)
         first.ruled_from = _ruled_from(first, node)

@@ -6,7 +6,6 @@ one that is rendered differently, and forks there, because many templates leave 
 
 from __future__ import annotations
 
-import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -111,12 +110,8 @@ def answers(document: Document, model: Model, node: Node) -> list[tuple[int, lis
 
 
 def _parts(document: Document, model: Model, node: Node, turn: Turn) -> list[Part]:
-    decoder, begin = codecs.getincrementaldecoder("utf-8")("replace"), turn.begin
-    pieces = (
-        decoder.decode(document.bytes_of([token], names=True))
-        for token in node.tokens(turn.end)[begin:]
-    )
-    ends = [*accumulate(map(len, pieces))]
+    begin = turn.begin
+    ends = [*accumulate(map(len, document.texts(node.tokens(turn.end, begin), names=True)))]
     reader, text = _read(document, model, node, turn)
     parts: list[Part] = []
     for span in reader.spans:

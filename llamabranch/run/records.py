@@ -39,13 +39,13 @@ class Eviction:
     Attributes:
         time: when, in seconds since 1970.
         n_left: how many tokens of the text were kept.
-        for_whom: the session or the request that needed its cells, and how many.
+        reason: which session or request needed its cells, and how many.
         n_evicted: how many cells had been evicted in total before.
     """
 
     time: float
     n_left: int
-    for_whom: str
+    reason: str
     n_evicted: int
 
 
@@ -142,12 +142,12 @@ class Records:
         n, entry = self._find(text.tokens)
         if prefixes is None or n <= n_left:
             return
-        whom = "a branch"
+        reason = "a branch needed room"
         if asker is not None:
             session, n_cells = asker.request.session_id, asker.n_to_cache
-            whom = f"request {asker.name}" if session is None else f"session {session}"
-            whom += f" ({n_cells:,} cells were needed)"
-        eviction = Eviction(time(), n_left, whom, prefixes.n_evicted)
+            reason = f"request {asker.name}" if session is None else f"session {session}"
+            reason += f" needed room for {n_cells:,} tokens"
+        eviction = Eviction(time(), n_left, reason, prefixes.n_evicted)
         for each in entry.ancestors():
             each.eviction = eviction
             if each.at <= n_left:
@@ -255,7 +255,7 @@ class Records:
             if start == n - 1:
                 told = "the last token, which is always read"
             elif is_first:
-                told = f"{n_new:,} tokens that begin like nothing before"
+                told = f"{n_new:,} tokens; no earlier prompt begins like this"
             elif compared is not None:
                 told += self._parted(compared)
             causes.append(Cause("first" if is_first else "new", n_new, told, start))
@@ -282,8 +282,8 @@ class Records:
         n_more = n if prefixes is None else max(n, prefixes.n_evicted - eviction.n_evicted)
         enough = -(-(self._ctx.n_ctx + n_more) // _STEP) * _STEP
         told = (
-            f"{n:,} tokens read again: they were kept until "
-            f"{datetime.fromtimestamp(eviction.time):%H:%M:%S}, thrown out for {eviction.for_whom}; "
+            f"{n:,} tokens read again: they were evicted at "
+            f"{datetime.fromtimestamp(eviction.time):%H:%M:%S} because {eviction.reason}; "
             f"-c {enough} would have been enough"
         )
         return Cause("evicted", n, told, n_cached, number)

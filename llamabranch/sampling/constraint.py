@@ -182,7 +182,8 @@ class ConstraintState:
             return after.may_end()
         if len(after.text) == len(self.text):
             after._was_allowed = self._was_allowed
-            return True  # bytes of an unfinished character, or a token without text
+            # Bytes of an unfinished character; and tokens without text before the first character.
+            return after._pending != self._pending or not (self.text or self._pending)
         after._was_allowed = self.calls.allows(after.text, is_end=False)
         return after._was_allowed
 

@@ -13,6 +13,7 @@ from rounding import gumbel_noise
 import llamabranch as lb
 from llamabranch import Branch, Context, Grammar, SuffixDrafter
 from llamabranch.errors import ConfigError
+from llamabranch.sampling.constraint import ConstraintCalls, ConstraintState
 
 STORY = "The wolf ran and the wolf ran and the wolf"
 WHOLE: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -194,6 +195,20 @@ def test_a_dead_end_keeps_the_text_so_far(ctx: Context) -> None:
         assert result.finish_reason == generation.finish_reason and len(result.text) <= most
         assert result.error is None
     ctx.audit()
+
+
+def test_tokens_without_text_do_not_hide_a_dead_end(toy: lb.Model) -> None:
+    """Behind a text, or a byte that begins a character, they would go on for ever."""
+    state = ConstraintState(ConstraintCalls(lambda text: len(text) <= 1), toy)
+    silent = [t for t in range(toy.n_vocab) if not toy.piece(t) and not toy.is_eog(t)]
+    byte = next(t for t in range(toy.n_vocab) if toy.piece(t) == b"\xc3")
+    (letter,) = toy.tokenize("a", add_special=False)
+    assert silent
+    for token in silent:
+        assert state.allows(token)  # before the text a template may write its own
+        assert not state.accept(letter).allows(token)
+        assert not state.accept(byte).allows(token)
+    assert state.allows(byte) and state.accept(letter).allows(byte)
 
 
 def raises(text: str) -> bool:

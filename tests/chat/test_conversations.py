@@ -522,6 +522,18 @@ def test_chats_that_begin_alike_read_their_beginning_once(name: str, tmp_path: P
         assert again.prompt == answers[0].prompt and sum(counts) <= len(again.tokens)
 
 
+def test_an_interrupted_answer_can_be_closed_at_its_last_event(tmp_path: Path) -> None:
+    """The interrupt's exception comes after it; ``close`` does not raise it."""
+    opened = toy_contexts("llama", tmp_path, 1, weights="f32")
+    with opened as (context, _), Chat(context, drafter=None, **PLAIN) as chat:
+        answer = chat.send("Who was the king of old?")
+        next(event for event in answer if event.text)
+        context.interrupt()
+        assert next(event for event in answer if event.result is not None)
+        answer.close()
+        assert answer.exchange.is_answered and answer.finish_reason is None
+
+
 @pytest.mark.parametrize("name", MEMORIES)
 def test_message_that_is_interrupted_leaves_what_was_read_before_it(
     name: str, tmp_path: Path

@@ -146,7 +146,7 @@ def test_an_eviction_is_named_with_whom_it_was_for(teller: Model, number: int) -
         turn(ctx, others, session_id="other")
         record = turn(ctx, messages, session_id="main")
         told = caused(record, "evicted")
-        assert "thrown out for session other" in told and "-c " in told
+        assert "because session other needed room for " in told and "-c " in told
         with Context(teller, n_ctx=int(told.split("-c ")[1].split()[0]), n_seq_max=8) as enough:
             again = began(number)
             turn(enough, again, session_id="main")

@@ -158,7 +158,7 @@ class Paged(Serving):
 
     def _listen(self) -> None:
         try:
-            with self.api.stream("GET", "/loom/events?since=old", timeout=None) as answer:
+            with self.api.stream("GET", "/loom/events", timeout=None) as answer:
                 for event in events_of(answer):
                     with self._news:
                         self.events.append(event)

@@ -63,7 +63,7 @@ def test_requests_of_a_real_server_appear_by_themselves(chromium: Browser, serve
         told(page, "[data-number='1']", r" = \d+ cached \+ \d+ read")
         nested = page.locator(".branch .branch h2 b")
         assert nested.all_inner_texts() == ["other"]
-        told(page, "#totals", r"\d+ tokens asked, \d+ read, \d+ of them again")
+        told(page, "#totals", r"\d+ prompt tokens, \d+ of them read, \d+ read again")
 
 
 def test_the_tree_the_bars_and_their_reasons(
@@ -80,6 +80,13 @@ def test_the_tree_the_bars_and_their_reasons(
         numbers = record.num_prompt_tokens, record.cached, record.evaluated
         assert "{:,} = {:,} cached + {:,} read".format(*numbers) in shown
         assert "changed read again from token 58" in shown
+        heads = page.locator("#columns span").evaluate_all(
+            "all => all.map(e => e.getBoundingClientRect().x)"
+        )
+        parts = page.locator("[data-number='5'] > button > :not(.why)")
+        assert heads[:4] == pytest.approx(
+            parts.evaluate_all("all => all.map(e => e.getBoundingClientRect().x)"), abs=1
+        )
         assert "--drop-line" in shown
         widths = page.evaluate(
             "() => Object.fromEntries([...document.querySelectorAll(`[data-number='5'] .bar i`)]"
@@ -169,8 +176,7 @@ def test_everyone_can_read_it(
             row(page, 5).click()
             assert violations(page) == []
             assert page.evaluate("document.documentElement.scrollWidth") <= width
-            texts = (
-                ".numbers, .seconds, .why, .why b, time, h2 small, #totals b, .detail *, #causes"
-            )
+            texts = ".numbers, .seconds, .why, .why b, time, h2 small, .detail *, #columns"
+            texts += ", #totals b, #causes"
             measured = page.evaluate(CONTRAST, [texts])
             assert min(ratio for _, ratio, _ in measured) >= 4.5, measured

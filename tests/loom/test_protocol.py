@@ -204,7 +204,6 @@ def test_a_find_finds_every_place(tmp_path: Path) -> None:
             for each in page.get("/loom/find", q=q).json()["found"]:
                 words = page.tokens(each["node"], whole=True)["text"]
                 assert all(isinstance(word, str) for word in words[each["at"] : each["last"] + 1])
-                assert q.lower() in each["text"].lower()
                 found.append((each["node"], "".join(words[each["at"] : each["last"] + 1]).strip()))
             return found
 

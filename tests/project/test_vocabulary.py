@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from commands import run
 
 import llamabranch as lb
 from llamabranch.request.request import ChatOptions
@@ -79,3 +80,5 @@ def test_what_can_be_asked_has_one_name_at_every_door() -> None:
     assert asked <= ChatOptions.__annotations__.keys()
     for fields in (lb.Request, ChatFields):
         assert asked <= set(fields.__struct_fields__)
+    named = {*re.findall(r"\w+", run("agent", "-h").stdout)}
+    assert {"thinking", "parallel_tool_calls", "tool_choice", "tools"} <= named

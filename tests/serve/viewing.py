@@ -65,7 +65,7 @@ def changed(n: int, of: int, number: int, before: str = BEFORE, after: str = AFT
 
 
 def first(n: int) -> Cause:
-    return Cause("first", n, f"{n:,} tokens that begin like nothing before")
+    return Cause("first", n, f"{n:,} tokens; no earlier prompt begins like this")
 
 
 def made_up(time: float) -> list[Record]:
@@ -87,8 +87,8 @@ def made_up(time: float) -> list[Record]:
     day.go_on("main", 1, new=1_480)
     last = day.records[-1]
     told = (
-        "6,120 tokens read again: they were kept until 14:02:37, thrown out for session review "
-        "(7,940 cells were needed); -c 49152 would have been enough, 16.1 s"
+        "6,120 tokens read again: they were evicted at 14:02:37 because session review needed "
+        "room for 7,940 tokens; -c 49152 would have been enough, 16.1 s"
     )
     day.ask(
         "main",
@@ -108,7 +108,10 @@ def made_up(time: float) -> list[Record]:
     )
     cause = Cause("retokenized", 41, told, 9_720, 23, "", "unrelia ble", "un reliable")
     day.ask("review", cause, fresh(66, 9_761), cached=9_720)
-    told, dropped = "2,950 tokens that begin like nothing before", "x-anthropic-billing: cch=77e01"
+    told, dropped = (
+        "2,950 tokens; no earlier prompt begins like this",
+        "x-anthropic-billing: cch=77e01",
+    )
     day.ask("main", Cause("first", 2_950, told), cached=9_100, dropped=(dropped,))
     day.go_on("main", 3)
     memory = (

@@ -1,26 +1,18 @@
 // @ts-check
 // Copying: the text of a path, with the parts that are not drawn, and without anything drawn around it.
 import { $, plural, tell, warn } from "./dom.js";
-import { backend } from "./net.js";
-import { store, texts } from "./store.js";
+import { store } from "./store.js";
 import { besides, shownPath } from "./text.js";
 
 /** @typedef {import("./store.js").Path} Path */
 
-/** The whole text of the path; missing parts are fetched. */
-async function wholeText() {
-  const c = shownPath();
-  if (c.missing < 0) return c.text.join("");
-  const { parts } = await backend.ask(`/loom/tokens?${new URLSearchParams({ node: store.current ?? "", n: String(c.n) })}`);
-  return texts(parts.flatMap((/** @type {any} */ { text }) => text)).join("");
-}
-
 /** Copy the whole text. */
 export async function copyText() {
+  const { text, missing } = shownPath(), whole = text.join("");
+  if (missing >= 0) return warn("The text is still being fetched.");
   try {
-    const text = await wholeText();
-    await navigator.clipboard.writeText(text);
-    tell(`Copied ${plural([...text].length, "character")}.`);
+    await navigator.clipboard.writeText(whole);
+    tell(`Copied ${plural([...whole].length, "character")}.`);
   } catch (error) {
     warn(`This could not be copied: ${/** @type {any} */ (error).message}`);
   }
@@ -57,9 +49,7 @@ export function startCopy() {
     if (!selection?.rangeCount || selection.isCollapsed || /** @type {any} */ (document.activeElement)?.matches("input, textarea")) return;
     const range = selection.getRangeAt(0);
     if (!range.intersectsNode(box)) return;
-    // Only Ctrl+A selects the whole box: then parts that are not drawn are copied too.
-    const isAll = range.startContainer === box && range.endContainer === box;
-    event.clipboardData?.setData("text/plain", isAll ? shownPath().text.join("") : selectedText(range, box, shownPath()));
+    event.clipboardData?.setData("text/plain", selectedText(range, box, shownPath()));
     event.preventDefault();
   });
 }

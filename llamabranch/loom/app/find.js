@@ -1,6 +1,6 @@
 // @ts-check
 // Finding text in all branches.
-import { $, attribute, later, plural, visible } from "./dom.js";
+import { $, attribute, later, plural } from "./dom.js";
 import { get } from "./net.js";
 import { look, store, view } from "./store.js";
 import { goTo, segmentOf } from "./tree.js";
@@ -27,12 +27,11 @@ async function nextHit(/** @type {number} */ by) {
   if ($("find").value !== sought || soughtIn !== store.revision) await find(); // the input or the branches changed
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
-  const { node, at, last = at, text } = hits[hit];
+  const { node, at, last } = hits[hit];
   goTo(/** @type {import("./tree.js").Segment} */ (segmentOf(node, last + 1)));
   view.match = [at, last];
   moveTo(last); // the next action acts after the match
   $("found").textContent = `${hit + 1} / ${hits.length}`;
-  attribute($("found"), "title", visible(text));
 }
 /** Let the box find while one types, and go to the next match at Enter. */
 export function startFind() {

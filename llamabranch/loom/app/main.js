@@ -40,7 +40,7 @@ function stay() {
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
   if (!n || !["ready", "disk-error"].includes(stateOf(net)) || seen.has(store.current) || n > store.doc.model.n_ctx) return;
   seen.add(store.current);
-  if (lp.subarray(1, n).some(Number.isNaN)) void act("score", { node: store.current });
+  if (lp.slice(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
 
 /** Show where the next action acts. */

@@ -1,7 +1,7 @@
 // @ts-check
 // The server: session, requests, one event stream. Requests go to the page's own origin only.
 import { busy, hush, openLink, plural, redraw, short, tell, warn } from "./dom.js";
-import { forgetTokens, putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
+import { putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
 let links = 0; // links used so far: a request sent before the last link says nothing about the new session
@@ -151,46 +151,37 @@ const EVENTS = {
     if (message) tell(message);
     return ["state", "live", "inspect", "legend"];
   },
-  model: (data) => {
-    if (data.model && !store.doc.model) forgetTokens(); // the model finds thoughts and calls in answers
-    Object.assign(store.doc, data);
-    return ["state", "text"];
-  },
   set: (data) => (Object.assign(store.doc, data), ["state"]),
-  reset: () => (void fetchDoc(), []),
+  reset: () => {
+    fetched = fetchDoc().catch(() => {});
+    return [];
+  },
 };
 
 /** @type {EventSource | null} */ let events = null;
+/** @type {Promise<any>} the document, which must be here before later events */ let fetched = Promise.resolve();
 
-/** Listen from a revision on; the browser reconnects with the id of the last event. @param {string} since */
-function listen(since) {
+/** Listen for events; the first one makes the page fetch the document. After a lost connection the browser tries again. If it
+ * was refused, that works once the browser has a session, for example because the new link was opened in another tab. */
+function listen() {
   events?.close(); // of a session before
-  const source = new EventSource(`/loom/events?since=${since}`);
+  const source = new EventSource("/loom/events");
   events = source;
   source.onopen = () => connection(true);
   source.onerror = () => {
     connection(false);
-    if (source.readyState === EventSource.CLOSED) setTimeout(() => resume(), 1000);
+    if (source.readyState !== EventSource.CLOSED) return;
+    setTimeout(() => source === events && listen(), 2000);
+    void fetchDoc().catch(() => {}); // it says whether the session is missing
   };
   for (const [name, handle] of Object.entries(EVENTS)) {
-    source.addEventListener(name, (/** @type {any} */ event) => {
-      if (event.data === undefined) return; // an error of the connection, not of the server
+    source.addEventListener(name, async (/** @type {any} */ event) => {
       const data = JSON.parse(event.data);
+      await fetched;
       const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
       redraw(handle(data), !isFirst && ["tokens", "round"].includes(name));
       for (const listener of listeners) listener(name, data);
     });
-  }
-}
-
-/** After a refused connection: fetch the document again, then listen for its events. Without a session this works once the
- * browser has one, for example because the new link was opened in another tab. */
-async function resume() {
-  try {
-    const { boot, rev } = await fetchDoc();
-    listen(`${boot}.${rev}`);
-  } catch {
-    setTimeout(resume, 2000);
   }
 }
 
@@ -201,5 +192,5 @@ export async function connect() {
     links += 1;
     net.session = true;
   }
-  await resume();
+  listen();
 }

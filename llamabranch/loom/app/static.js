@@ -14,10 +14,8 @@ function findIn(q) {
       const { at, tokens } = /** @type {any} */ (store.nodes.get(id));
       return tokens.pieces.slice(Math.max(from, begin) - at, to - at);
     }));
-    for (const [first, last, place] of occurrences(words, q)) {
-      const text = words.join("").slice(Math.max(0, place - 30), place + q.length + 30);
-      if (begin + last >= node.at) found.push({ node: node.id, at: begin + first, last: begin + last, text });
-    }
+    for (const [first, last] of occurrences(words, q))
+      if (begin + last >= node.at) found.push({ node: node.id, at: begin + first, last: begin + last });
   }
   return { found: found.slice(0, 200), more: found.length > 200 };
 }

@@ -8,58 +8,40 @@ import { hush, redraw, visibleTexts, wholeCharacters } from "./dom.js";
 
 const CACHED_TOPS = 2000;
 
-const NUMBERS = ["ids", "lp", "h", "rk", "al"];
+const COLUMNS = /** @type {const} */ (["ids", "lp", "h", "rk", "al", "pieces", "src"]);
 
-/** Numbers of tokens in typed arrays that grow; unknown ones are NaN. */
+/** Tokens with their numbers in columns; unknown numbers are NaN. */
 export class Tokens {
-  constructor(size = 32) {
-    this.n = 0;
-    this.version = 0; // counts changes
-    /** @type {Piece[]} */ this.pieces = [];
-    /** @type {string[]} */ this.src = [];
-    const column = () => new Float32Array(size).fill(NaN);
-    this.ids = column(), this.lp = column(), this.h = column(), this.rk = column(), this.al = column();
-  }
+  version = 0; // counts changes
+  /** @type {number[]} */ ids = [];
+  /** @type {number[]} */ lp = [];
+  /** @type {number[]} */ h = [];
+  /** @type {number[]} */ rk = [];
+  /** @type {number[]} how many tokens a grammar allowed */ al = [];
+  /** @type {Piece[]} */ pieces = [];
+  /** @type {string[]} */ src = [];
 
-  grow(/** @type {number} */ n) {
-    if (n > this.ids.length) {
-      const bigger = new Tokens(Math.max(n, 2 * this.ids.length));
-      for (const name of NUMBERS) {
-        bigger[name].set(this[name]);
-        this[name] = bigger[name];
-      }
-    }
-    for (; this.n < n; this.n++) {
-      this.pieces.push("");
-      this.src.push("");
-    }
+  get n() {
+    return this.ids.length;
   }
 
   /** Write columns from a place on, as the server sends them. @param {number} at @param {Loose} from */
   write(at, from) {
-    this.grow(at + from.ids.length);
     this.version++;
-    for (let i = 0; i < from.ids.length; i++) {
-      const same = this.ids[at + i] === from.ids[i]; // keep numbers that an event brought before this older answer
-      for (const name of NUMBERS) this[name][at + i] = from[name]?.[i] ?? (same ? this[name][at + i] : NaN);
-      this.pieces[at + i] = from.text[i];
-      this.src[at + i] = from.src[i] ?? "";
-    }
+    from.ids.forEach((/** @type {number} */ id, /** @type {number} */ k) => {
+      const i = at + k, same = this.ids[i] === id; // keep numbers that an event brought before this older answer
+      for (const name of /** @type {const} */ (["lp", "h", "rk", "al"])) this[name][i] = from[name]?.[k] ?? (same ? this[name][i] : NaN);
+      [this.ids[i], this.pieces[i], this.src[i]] = [id, from.text[k], from.src[k] ?? ""];
+    });
   }
 
   /** Append a range of other tokens. @param {Tokens} other @param {number} from @param {number} to */
   append(other, from, to) {
-    const at = this.n;
-    this.grow(at + to - from);
-    for (const name of NUMBERS) this[name].set(other[name].subarray(from, to), at);
-    for (let i = from; i < to; i++) {
-      this.pieces[at + i - from] = other.pieces[i];
-      this.src[at + i - from] = other.src[i];
-    }
+    for (let i = from; i < to; i++) for (const name of COLUMNS) /** @type {any[]} */ (this[name]).push(other[name][i]);
   }
 }
 
-const NONE = new Tokens(0); // of nodes whose tokens are not here
+const NONE = new Tokens(); // of nodes whose tokens are not here
 
 /** @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
  *   tokens: Tokens, rounds: Loose[]}} Node */
@@ -162,14 +144,14 @@ export function putNode(from) {
 
 /** Take a whole document; tokens that are known stay. @param {Loose} doc */
 export function putDoc(doc) {
-  const old = doc.boot === store.doc.boot ? store.nodes : new Map(); // another process may give a name to another text
+  // Another process may give a name to another text, and once there is a model it finds thoughts and calls in answers.
+  const old = doc.boot === store.doc.boot && !doc.model === !store.doc.model ? store.nodes : new Map();
   store.nodes = new Map();
   const columns = Object.entries(doc.nodes);
   doc.nodes.id.forEach((/** @type {string} */ id, /** @type {number} */ i) => {
     const node = Object.fromEntries(columns.map(([name, column]) => [name, column[i]]));
     const { tokens, rounds, n, known, ...facts } = old.get(id) ?? /** @type {Loose} */ ({});
-    putNode({ ...facts, ...node, note: doc.notes?.[id] ?? "", turns: doc.turns?.[id] ?? [],
-      ...(n === node.n && known === node.known ? { tokens, rounds } : {}) });
+    putNode({ ...facts, ...node, ...(n === node.n && known === node.known ? { tokens, rounds } : {}) });
   });
   const { nodes: _, ...rest } = doc;
   store.doc = { ...store.doc, ...rest };
@@ -182,13 +164,10 @@ export function putDoc(doc) {
   store.revision++;
 }
 
-const FACTS = ["seed", "sampling", "stop", "max_tokens", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
-  "window", "note"];
-
-/** Put facts into a node that the list of nodes leaves out; they come with its tokens. @param {Loose} from */
-export function putFacts(from) {
-  const node = store.nodes.get(from.id), names = from.read == null ? FACTS : [...FACTS, "read", "cached"];
-  if (node) Object.assign(node, Object.fromEntries(names.map((name) => [name, from[name]])));
+/** Put facts into a node that the list of nodes leaves out; they come with its tokens. An event may have brought newer ones of its
+ * state. @param {Loose} from */
+export function putFacts({ id, n, text, flags, reason, ...from }) {
+  Object.assign(store.nodes.get(id) ?? {}, Object.fromEntries(Object.entries(from).filter(([, value]) => value != null)));
 }
 
 function hide(/** @type {string} */ id) {
@@ -216,18 +195,12 @@ export function putTokens(columns) {
   }
   node.lacks = at > node.tokens.n; // the tokens before it are fetched when the node is shown
   if (node.lacks) return;
-  if (node.tokens === NONE) node.tokens = new Tokens(end);
+  if (node.tokens === NONE) node.tokens = new Tokens();
   node.tokens.write(at, columns);
   if (columns.answers) node.answers = columns.answers;
   if (node.text.length < 40) node.text = node.tokens.pieces.slice(0, 40).map(pieceText).join("").slice(0, 60);
   columns.top?.forEach((/** @type {Top} */ top, /** @type {number} */ i) => store.tops.set(`${node.id}:${columns.at + i}`, top));
   for (const key of store.tops.keys()) if (store.tops.size > CACHED_TOPS) store.tops.delete(key);
-}
-
-/** Make the page fetch all tokens again if there is a conversation. */
-export function forgetTokens() {
-  const nodes = [...store.nodes.values()];
-  if (nodes.some(({ turns }) => turns?.length)) for (const node of nodes) node.tokens = NONE;
 }
 
 export function putRound(/** @type {Loose} */ round) {
@@ -284,8 +257,7 @@ function turnsOf(owners, n) {
  * @param {string | null} id @param {number | null} end @returns {Path} */
 export function pathOf(id, end) {
   const owners = pieces(id, end);
-  const n = owners.at(-1)?.to ?? 0;
-  const path = /** @type {Path} */ (new Tokens(n + 1));
+  const path = /** @type {Path} */ (new Tokens());
   path.owners = owners;
   path.missing = -1;
   for (const { id: owner, from, to } of owners) {
@@ -320,8 +292,8 @@ export const texts = (/** @type {Piece[]} */ all) => wholeCharacters(all.map((pi
 export const pieceText = (piece) => Array.isArray(piece) && texts([piece])[0].includes("\ufffd")
   ? piece.map((byte) => byte < 128 ? String.fromCharCode(byte) : "\\x" + byte.toString(16)).join("") : texts([piece])[0];
 
-/** Where a text occurs in consecutive texts: its first and last one, and its place in all of them joined. @param {string[]} words @param {string} q
- * @returns {Generator<[number, number, number]>} */
+/** Where a text occurs in consecutive texts: its first and last one. @param {string[]} words @param {string} q
+ * @returns {Generator<[number, number]>} */
 export function* occurrences(words, q) {
   const wanted = new RegExp(q.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"), "giu");
   let i = 0, end = words[0]?.length ?? 0; // of word i
@@ -329,7 +301,7 @@ export function* occurrences(words, q) {
     while (end <= place) end += words[++i].length;
     return i;
   };
-  for (const { index, 0: { length } } of q ? words.join("").matchAll(wanted) : []) yield [at(index), at(index + length - 1), index];
+  for (const { index, 0: { length } } of q ? words.join("").matchAll(wanted) : []) yield [at(index), at(index + length - 1)];
 }
 
 /** The state of the page, the most pressing first. @param {{session: boolean, connected: boolean}} net */

@@ -338,9 +338,9 @@ export function seek(is, by = 1) {
   }
 }
 
-/** For each of several texts that begin at one place: which of its tokens tells it from the others first, or -1. @param {Float32Array[]} all */
+/** For each of several texts that begin at one place: which of its tokens tells it from the others first, or -1. @param {number[][]} all */
 export const turnings = (all) => all.map((own) => own.findIndex((_, i) => all.length > 1 && !all.some((other) =>
-  other !== own && own.subarray(0, i + 1).every((id, j) => id === other[j]))));
+  other !== own && own.slice(0, i + 1).every((id, j) => id === other[j]))));
 
 /** What could follow, if the path ends at a fork. */
 function drawShoots() {
@@ -350,7 +350,7 @@ function drawShoots() {
   view.limit = shown.length ? 180 : 320;
   while (box.children.length > shown.length) box.lastChild.remove();
   const own = shown.map(({ first: { tokens, at, n }, from, to }) =>
-    tokens.ids.subarray(from - at, Math.min(tokens.n, n, to - at, from - at + SHOOT_TOKENS)));
+    tokens.ids.slice(from - at, Math.min(tokens.n, n, to - at, from - at + SHOOT_TOKENS)));
   const turns = turnings(own);
   shown.forEach((segment, i) => {
     const button = box.children[i]
@@ -395,11 +395,6 @@ export function startText() {
       }
       if (over(event) >= 0) moveTo(over(event));
       else if (turned?.kind === "thought") foldThoughts([turned]);
-    },
-    onwheel: (/** @type {WheelEvent} */ event) => {
-      if (!event.altKey) return;
-      event.preventDefault();
-      moveTo(Math.max(0, view.cursor + Math.sign(event.deltaY)));
     },
   });
   set($("token-pane"), { onmouseleave: () => rest(-1) });

@@ -88,7 +88,7 @@ function place(list, children) {
 function drawBranch(/** @type {Branch} */ { key, session, door, requests: own, branches, first }, level = 0) {
   const read = sum(own.map((each) => each.evaluated ?? 0)), asked = sum(own.map((each) => each.num_prompt_tokens ?? 0));
   const title = session ? visible(session) : key === "none" ? "single requests" : `${door}, no session`;
-  const facts = own.length ? `${plural(own.length, "request")}, ${count(read)} of ${count(asked)} tokens read` : "none of its last requests is here";
+  const facts = own.length ? `${plural(own.length, "request")}, ${count(read)} of ${count(asked)} prompt tokens read` : "its requests are no longer listed";
   const item = element(key, "branch", [title, facts, level], (/** @type {any} */ box) => {
     box.list ??= h("ol");
     set(box, { "--level": Math.min(level, 3) });
@@ -181,16 +181,16 @@ function detail(request) {
 function drawTotals(/** @type {Totals} */ { num_prompt_tokens: asked, evaluated, reread, since, causes }) {
   const isToday = new Date(1000 * since).toDateString() === new Date().toDateString();
   const kinds = Object.entries(causes).filter(([kind, n]) => n && !FRESH.includes(kind)).sort((a, b) => b[1] - a[1]);
-  fill($("totals"), h("b", {}, count(asked)), " tokens asked, ", h("b", {}, count(evaluated)), " read, ",
-    h("b", { class: reread ? "again" : "" }, count(reread)), " of them again");
-  fill($("causes"), `${isToday ? "today" : new Date(1000 * since).toLocaleDateString("en-GB", { day: "numeric", month: "long" })} since ${clock(since).slice(0, 5)}; `,
-    kinds.length ? `${plural(kinds.length, "cause")}: ${kinds.map(([kind, n]) => `${kind} ${count(n)}`).join(", ")}` : "nothing was read twice");
+  fill($("totals"), h("b", {}, count(asked)), " prompt tokens, ", h("b", {}, count(evaluated)), " of them read, ",
+    h("b", { class: reread ? "again" : "" }, count(reread)), " read again");
+  fill($("causes"), `since ${clock(since).slice(0, 5)} ${isToday ? "today" : `on ${new Date(1000 * since).toLocaleDateString("en-GB", { day: "numeric", month: "long" })}`}; `,
+    kinds.length ? `read again: ${kinds.map(([kind, n]) => `${count(n)} ${kind}`).join(", ")}` : "nothing was read twice");
 }
 
 function draw() {
   const all = [...requests.values()], empty = all.length === 0;
   $("empty").hidden = !empty || document.documentElement.dataset.state !== "ready";
-  $("legend").hidden = $("totals").hidden = $("causes").hidden = empty;
+  $("legend").hidden = $("columns").hidden = $("totals").hidden = $("causes").hidden = empty;
   const most = Math.max(1, ...all.map((each) => (each.num_prompt_tokens ?? 0) + (each.generated ?? 0)));
   const ten = 10 ** Math.floor(Math.log10(most)), unit = [5, 2, 1].map((n) => n * ten).find((n) => n <= most / 2) ?? ten / 2;
   set(document.documentElement, { "--most": most });

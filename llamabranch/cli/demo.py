@@ -145,8 +145,8 @@ def _fork(ctx: lb.Context, show: Console, interrupts: InterruptHandler) -> float
     n_forked, n_alone = len(prompt) // N_FORKS + N_STEPS, len(prompt) + N_STEPS
     show.line(
         f"{one_s / fork_s:.1f} times as fast as one by one{', the same texts' * is_same}: "
-        f"{fork_s:.2f} s a text instead of {one_s:.2f} s. The prompt is read once, so a text costs "
-        f"{n_forked} tokens instead of {n_alone}, and each decode continues all of the texts."
+        f"{fork_s:.2f} s per text instead of {one_s:.2f} s. The prompt is read once for all, so a text "
+        f"costs {n_forked} tokens instead of {n_alone}, and each decode continues all of the texts."
     )
     return together_s / N_STEPS
 

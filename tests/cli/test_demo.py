@@ -52,7 +52,7 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next() -> None:
     n_prompt = int(re.findall(r"share one prompt of (\d+)", result.stdout)[0])
     output = " ".join(result.stdout.split())
     assert f"a text costs {n_prompt // 8 + 8} tokens instead of {n_prompt + 8}," in output
-    forked = r"\d\.\d times as fast as one by one, the same texts: \d\.\d\d s a text instead of "
+    forked = r"\d\.\d times as fast as one by one, the same texts: \d\.\d\d s per text instead of "
     assert len(re.findall(forked, output)) == 1
     number, decodes = r"\d\.\d", r"\d+ decodes instead of \d+, no draft model\."
     drafted = rf"{number} times as fast \({number} to {number}\), the same text\. {decodes}"

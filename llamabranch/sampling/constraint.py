@@ -29,6 +29,7 @@ class Constraint(Protocol):
 
 ConstraintLike: TypeAlias = Constraint | Callable[[str], bool]  # a function answers both questions
 
+_MOST_SILENT = 8  # tokens without text that follow one another; more would hide a dead end
 _HINT = "a constraint is a function of the text so far, or an object with prefix(text) and complete(text)"
 
 
@@ -127,7 +128,7 @@ class ConstraintState:
         self._stop_tokens = stop_tokens
         self._pending = b""  # the bytes of an unfinished character
         self._was_allowed = False
-        self._n_refused = 0
+        self._n_refused = self._n_silent = 0
         self._after: dict[int, ConstraintState | None] = {}
 
     def start(self) -> ConstraintState:
@@ -142,6 +143,8 @@ class ConstraintState:
             if not self._model.is_eog(token):
                 piece, state._pending = self._model.text_after(token, self._pending)
                 state.text = self.text + piece
+                is_silent = not piece and state._pending == self._pending
+                state._n_silent = self._n_silent + 1 if is_silent else 0
         return state
 
     def allows(self, token: int) -> bool:
@@ -182,8 +185,7 @@ class ConstraintState:
             return after.may_end()
         if len(after.text) == len(self.text):
             after._was_allowed = self._was_allowed
-            # Bytes of an unfinished character; and tokens without text before the first character.
-            return after._pending != self._pending or not (self.text or self._pending)
+            return after._n_silent <= _MOST_SILENT
         after._was_allowed = self.calls.allows(after.text, is_end=False)
         return after._was_allowed
 

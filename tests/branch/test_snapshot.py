@@ -90,7 +90,7 @@ def test_loaded_branch_goes_on_to_the_bit(
         assert other.decoder.n_decodes == before
         assert loaded.seq_id != branch.seq_id
         for attribute in (
-            "tokens", "text", "generated", "n_prompt", "position", "seed", "sampling", "grammar",
+            "tokens", "text", "generated_tokens", "n_prompt", "position", "seed", "sampling", "grammar",
             "state", "finish_reason", "is_stop",
         ):  # fmt: skip
             assert getattr(loaded, attribute) == getattr(branch, attribute), attribute

@@ -516,9 +516,8 @@ def test_ctrl_c_while_a_command_reads_or_loads_ends_it(name: str) -> None:
     assert "Traceback" not in done.stderr
     if program != FINALIZER:
         assert done.stderr.strip().splitlines()[-1] == "interrupted"
-    if program == LOADING_COMMAND:  # doctor prints each result as soon as it has it
-        assert done.stdout.startswith("llamabranch: " if "doctor" in name else "")
-        assert done.stdout == "" or "doctor" in name
+    if program == LOADING_COMMAND:
+        assert done.stdout == ""
 
 
 IMPORTING = """

@@ -311,7 +311,7 @@ class Records:
             if message is not None:
                 n = text.end_of(message) - max(at, start)
                 sent = str(dict(prompt[message]).get("content") or "")  # type: ignore[arg-type]
-                what = "the client sent the last answer changed"
+                what = "the client has changed the last answer"
                 if sent.strip() == compared.entry.answer.strip():
                     what = "the template writes the last answer differently"
                     if compared.entry.n_thought:

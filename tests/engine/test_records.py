@@ -134,7 +134,7 @@ def test_an_answer_that_comes_back_differently_is_named(ctx: Context, number: in
     ctx.chat(messages, regex="[a-z]{60}", seed=number, session_id="c")
     changed = [*messages, said("assistant", " ".join(LINES[:2])), said("user", "And then?")]
     told = caused(turn(ctx, changed, session_id="c"), "rewritten")
-    assert "the client sent the last answer changed" in told
+    assert "the client has changed the last answer" in told
 
 
 @pytest.mark.parametrize("number", range(5))

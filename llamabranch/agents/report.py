@@ -72,7 +72,7 @@ class Report(Generic[T]):
         error: the error that ended it, if any. If a tool raised an exception, it is a `ToolError` whose
             ``__cause__`` is that exception.
         calls: all calls of functions, in order.
-        messages: the conversation in OpenAI's format, including the trunk.
+        messages: the conversation in OpenAI's format, from the agent's own messages on.
         tokens: its token ids; ``Branch.start(ctx, report.tokens)`` makes a branch of it.
         steps: its steps and the steps of its sub-agents and forks, in order of time.
         seed: the seed of its turns.

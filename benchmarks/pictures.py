@@ -104,7 +104,7 @@ def _pick(page: Any) -> None:
 def _endings(page: Any) -> None:
     """Show three endings of one paragraph."""
     page.locator("#mode input[value=text]").check(force=True)  # not a conversation
-    _bar(page, seed="3", max_tokens="40", stop="\\n")
+    _bar(page, seed="3", max_tokens="36")
     begin(page, PARAGRAPH)
     _take(page, "endings.png")
 

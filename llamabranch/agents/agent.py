@@ -54,8 +54,8 @@ class Agent(Settings, Generic[T]):
 
     Args:
         target: a context, on which each call opens and closes an `AsyncEngine`; or a running
-            `AsyncEngine`. The agent opens the context's prefix cache. With ``prefix_cache=False`` there
-            is none, and every turn reads its conversation again.
+            `AsyncEngine`. The agent opens the context's prefix cache. If the context was loaded with
+            ``prefix_cache=False``, every turn reads its conversation again.
         messages: the beginning of every conversation: messages, or a text, which is the system message.
             If it ends with a user's message, the task is appended to that, after an empty line.
         tools: functions with annotated parameters, sync or async, bound methods, and other agents. The
@@ -190,8 +190,8 @@ class Agent(Settings, Generic[T]):
             history: the conversation that the task continues: a report of any agent, or messages, such
                 as the ``messages`` of a report that were kept in a file. The agent's own messages come
                 first, unless the history begins with them; a system message of another agent is left
-                out. What is still in the cache is not read again; ``report.requests`` says what was,
-                and why.
+                out. Tokens that are still in the cache are not read again; ``report.requests`` says
+                which ones were, and why.
 
         Raises:
             CacheFullError: a task does not fit into the context; nothing was run.

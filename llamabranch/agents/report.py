@@ -77,7 +77,7 @@ class Report(Generic[T]):
         steps: its steps and the steps of its sub-agents and forks, in order of time.
         seed: the seed of its turns.
         choices: the reports of all samples of the task, including this one.
-        requests: what each turn has cost, those of sub-agents and forks included, and why tokens of
+        requests: the cost of each turn, including the turns of sub-agents and forks, and why tokens of
             its prompt were read; ``requests[0].line()`` says it in a line.
         seconds: from the beginning of the run to its end.
         grammar: the grammar of the answer, if the agent has ``output``.

@@ -234,7 +234,7 @@ class Memory:
 
     @uninterrupted
     def cut(self, seq_id: int, n: int) -> int:
-        """Drop all but the first ``n`` tokens of a sequence, including those of a failed decode.
+        """Drop all but the first ``n`` tokens of a sequence, also tokens of a failed decode.
 
         Part of a failed decode may be in llama.cpp's memory but not in the table.
 
@@ -711,7 +711,7 @@ class States(Memory):
         return [point for point in self.checkpoints.of(seq_id) if point.n_tokens > start]
 
     def set_points(self, seq_id: int, points: Iterable[Checkpoint]) -> None:
-        """Add checkpoints to those of a sequence."""
+        """Add checkpoints to a sequence."""
         self.checkpoints.merge(seq_id, points)
 
     def row(self, seq_id: int) -> Row | None:

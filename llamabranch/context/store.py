@@ -136,7 +136,7 @@ class PrefixStore:
 
     Args:
         folder: see ``open_folder``.
-        max_bytes: the most bytes of all this user's files in it, including those of other models and
+        max_bytes: the most bytes of all this user's files in it, including files of other models and
             processes.
         ctx: the context whose texts are stored.
 

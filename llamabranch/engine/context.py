@@ -102,7 +102,7 @@ class Context(CacheContext):
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         The texts share decodes, as in an `Engine`, and use all free sequences. With a seed, or at
-        temperature 0, the text equals that of ``Branch.generate``.
+        temperature 0, ``Branch.generate`` gives the same text.
 
         Args:
             prompt: text, token ids, or messages; or a list of prompts.
@@ -224,7 +224,7 @@ class Context(CacheContext):
         """Ask for the texts of a request; iterate over the job for its events, or read ``results``.
 
         The texts of all jobs, calls and engines of the context share decodes, so every step continues
-        them, no matter which caller runs it. The drafter and the limit are those of ``complete``.
+        them, no matter which caller runs it. The drafter and the limit are the same as for ``complete``.
 
         Raises:
             ConfigError, UnsupportedError, GrammarError, TokenizeError: the request is invalid.

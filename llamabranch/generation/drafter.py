@@ -353,7 +353,7 @@ class SpeculativeStats(ConstraintStats):
 
     @property
     def num_rounds(self) -> int:
-        """Decodes of the target that generated tokens of the text; those of its prompt do not count."""
+        """How many decodes of the target generated tokens of the text, without decodes of its prompt."""
         return self.num_drafts + self.num_plain_steps
 
     @property

@@ -57,7 +57,7 @@ class RandomSource(Protocol):
 class Noise:
     """The counter-based noise of a round whose first drafted token is at ``position``.
 
-    Draws equal those of plain decoding, because they are keyed by (seed, absolute position). Coins
+    Draws are the same as in plain decoding, because their key is (seed, absolute position). Coins
     are keyed by the position at which the round begins, so no two rounds share one.
     """
 

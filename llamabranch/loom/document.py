@@ -20,7 +20,7 @@ from msgspec import Meta, Raw, Struct
 from ..model import Model
 from ..model.model import token_piece
 from ..model.tree import TextNode
-from ..request.window import Window
+from .window import Window
 
 Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
@@ -76,8 +76,8 @@ class Made(Record, tag="node", kw_only=True):
 
     ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
     conversation also has ``tools`` and ``variables`` for the chat template. A generated node has all
-    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says what was in the
-    context; None = the whole text.
+    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says which part of
+    the text was in the context; None = the whole text.
     """
 
     id: str
@@ -413,7 +413,7 @@ class Document:
     def turns(self, node: Node, end: int | None = None) -> list[Turn]:
         """Return the turns of a node's text, or of its first ``end`` tokens; the last may be cut short.
 
-        A node's own turns replace those of its parents from their position on.
+        A node's own turns replace its parents' turns from their position on.
         """
         turns: list[Turn] = []
         for owner, _, b in node.stretches(0, end):

@@ -205,7 +205,7 @@ class Journal:
             with self._mutex:
                 if file is None or file is not self._file:
                     return
-                if failure is not None:  # what was written since the last time may be lost
+                if failure is not None:  # lines since the last time may be lost
                     self._n_written, self._end = 0, self._size
                     self._fail(failure)
                     return

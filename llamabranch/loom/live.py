@@ -24,7 +24,6 @@ from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
 from ..native.library import available_cores
-from ..request.window import prompt_of, scoring_window
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
@@ -32,6 +31,7 @@ from ..speculative import RoundTrace
 from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
 from .journal import Journal
 from .turns import answers, head_of
+from .window import prompt_of, scoring_window
 
 _EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that wait for a slow tab
@@ -280,7 +280,7 @@ class Live:
         self.send_tokens()
 
     def send_tokens(self) -> None:
-        """Send what was not sent yet, and add the tokens to the file."""
+        """Send all news that was not sent yet, and add the tokens to the file."""
         later, self._later = self._later, {}
         for name, data in later.values():
             self.emit(name, data)

@@ -19,7 +19,6 @@ from ..engine import Request
 from ..model.text import n_common
 from ..model.thoughts import plan_thinking
 from ..request.fields import SamplingFields, TextFields
-from ..request.window import Window, prompt_of, window_of
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 from ..sampling.noise import derive_seed
@@ -46,6 +45,7 @@ from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
 from .turns import chat_fields, head_of, thinking_at
+from .window import Window, prompt_of, window_of
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
@@ -119,13 +119,13 @@ async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
 
 
 def _ruled_from(record: Made, node: Node) -> int:
-    """Return where the text begins that the grammar of a new node runs over.
+    """Return the position from which the grammar of a new node applies.
 
-    The rule: a node that goes on inside a stretch of text that was written under the same grammar
-    belongs to that stretch, together with a token that is picked there. So the grammar runs from the
-    beginning of the stretch, and what it forbids there is refused before anything is made. Everywhere
-    else, also after a stretch that was complete, the grammar begins with the first generated token. In
-    a chat it runs over the whole answer after the thought, whoever wrote it (`thinking_at`).
+    A stretch of text that was written under a grammar may be continued in its middle, or a token may be
+    picked there, under the same grammar. Then the new node belongs to the stretch: the grammar applies
+    from the beginning of the stretch, and a forbidden token is refused before anything is made.
+    Everywhere else, also after a complete stretch, the grammar begins with the first generated token.
+    In a chat it applies to the whole answer after the thought, whoever wrote it (`thinking_at`).
     """
     is_picked, at = record.kind == "taken", record.at
     place = at if is_picked and at < node.end else at - 1  # the token that is replaced, or the last
@@ -340,7 +340,7 @@ class Loom(Live):
         )  # fmt: skip
 
     def _check_follows(self, grammar: Grammar, ids: Sequence[int]) -> None:
-        """Raise HttpError if a grammar does not allow a text, of which the last token is new."""
+        """Raise HttpError if a grammar does not allow a text. Its last token is new."""
         model = self.service.model
         n = Sampler(model, SamplingParams(), grammar).count_allowed(ids)
         if n < len(ids):

@@ -217,7 +217,7 @@ def write(
         if turn.role != "assistant" or not turn.at <= at < end:
             continue
         # An answer stays as the model wrote it, even if the template would write it in another way, for
-        # example a call. The template's tokens go on where it ends this turn.
+        # example a call. The template's tokens continue where it ends this turn.
         head, (following, *rest) = talk.messages[: i + 1], talk.messages[i + 1 :]
         other = [*head, {**following, "content": f"x{following['content']}"}, *rest]
         n = n_common(full, talk._replace(messages=other).tokens(model))

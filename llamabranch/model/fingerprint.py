@@ -52,8 +52,8 @@ def noted_fingerprint(
 ) -> str:
     """Return the ``fingerprint``, from a note in ``folder`` if there is one.
 
-    A note is valid for files with the same size, time and place on the disk. If there is none, one is
-    written, if possible.
+    A note is valid for files with the same size, time and place on the disk. Otherwise a new
+    note is written, if possible.
     """
     state = digest([[str(path.resolve()) for path in paths], *loaded])
     note = folder / f"{state}.sha256"

@@ -101,7 +101,7 @@ class Record(Struct, omit_defaults=True):
         return sum(cause.n_tokens for cause in self.causes if cause.is_again)
 
     def line(self) -> str:
-        """Return the record as one line of a log, with the reasons for what was read again."""
+        """Return the record as one line of a log, with the reasons why tokens were read again."""
         numbers = (
             f"{self.door} {self.session or self.id}: {self.num_prompt_tokens:,} tokens = "
             f"{self.cached:,} cached + {self.evaluated:,} read in {self.read_s:.1f} s, "

@@ -163,7 +163,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             assistant; None = yes, if an answer begins (for ``chat``).
         add_generation_prompt: for messages: whether an answer begins after them; None = yes.
         session_id: the session that the request belongs to, such as one conversation of an agent. The
-            K/V of the longest text of a session is kept longer than that of other texts.
+            K/V of the longest text of a session is kept longer than the K/V of other texts.
         parent_session_id: the session from which this one was started; for a sub-agent, the session of
             the agent that called it. Requests of this session never evict the text of the parent while
             they run.

@@ -304,7 +304,7 @@ class Event:
     all tokens of the thought as the result will have them. They can differ from the tokens reported
     before: the last ones may be replaced, and tokens may be added to end the thought.
 
-    ``token``, ``text`` and ``logprob`` are those of ``emitted``, which has the rest: entropy, source,
+    ``token``, ``text`` and ``logprob`` come from ``emitted``, which also has the entropy, the source and
     alternatives. An event without a token has the token -1, the text "" and the log-probability nan.
 
     For messages, ``turn`` has what the event adds to the turn: pieces of the thought and of the

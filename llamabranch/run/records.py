@@ -1,4 +1,4 @@
-"""Records of the requests of a context: what was read, and why.
+"""Records of the requests of a context: which tokens were read, and why.
 
 The prompts of the last requests are a tree: an entry has the tokens that its parent does not have. So a
 long conversation takes as much memory as its last prompt.
@@ -50,7 +50,7 @@ class Eviction:
 
 
 class Entry(TextNode):
-    """A prompt, and what was generated after it: the first ``at`` tokens are its parent's.
+    """A prompt with its generated text: the first ``at`` tokens are its parent's.
 
     Attributes:
         record: its request; None for the root.

@@ -96,7 +96,7 @@ class Step:
         verify_s: seconds of the decode.
         no_room: the error if the cache has no room for the step, else None. Nothing has changed
             then, and the caller must free cells.
-        at: the one whose functions the step may call now; None = no functions, or those of several.
+        at: the caller whose functions the step may call now; None = no caller, or several.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def best_of_n(
 ) -> SearchResult:
     """Sample ``n`` texts with the settings of ``branch`` and return all of them, best first.
 
-    They share the prompt and every decode. The first text equals that of ``branch.generate``. Each text
+    They share the prompt and every decode. ``branch.generate`` gives the first text. Each text
     depends only on the seed and on its number.
 
     Args:

@@ -123,7 +123,7 @@ async def prepared(
     Args:
         service: the model, and its limits.
         prompts: lists of token ids; for "messages" a conversation.
-        options: those of ``Context.complete`` or ``Context.chat``.
+        options: the options of ``Context.complete`` or ``Context.chat``.
         param: the field that has the prompts.
         reports_tokens: whether there are events for tokens.
 

@@ -32,7 +32,7 @@ class Server:
         service: the service; None until the model is loaded.
         port, url: where it listens.
         page, page_url: the page of the requests, and where it is: on this machine only.
-        front: handlers in front of the API, by default those of ``page``; set it before ``run``.
+        front: handlers in front of the API, by default the handlers of ``page``; set it before ``run``.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ const FORMATS = {
   html: "one HTML file to read", json: "JSON, everything", markdown: "Markdown, this path", text: "text, this path",
 };
 
-/** @type {Map<string, any>} what was shown before a branch was deleted, or a text imported */
+/** @type {Map<string, any>} the node and the end that were shown before a branch was deleted or a text imported */
 export const shownBefore = new Map();
 
 async function bring(/** @type {any} */ file) {

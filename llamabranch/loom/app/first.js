@@ -30,11 +30,11 @@ async function fetchExample(model) {
   const word = (/** @type {string} */ text, /** @type {number} */ i) => [/^\s/.test(text) && " ", h("button", { type: "button", "data-model": "",
     "data-word": i, class: i ? looks(sentence.tokens, i).class : "t", onclick: () => tryExample(i), onfocus: () => drawOthers(i),
     onmouseenter: () => pausing(() => drawOthers(i)), onmouseleave: () => pausing(null),
-    "aria-label": `${text.trim()}${i ? `, ${percent(Math.exp(sentence.tokens.lp[i]))}` : ""}: go on from here` }, text.trim())];
+    "aria-label": `${text.trim()}${i ? `, ${percent(Math.exp(sentence.tokens.lp[i]))}` : ""}: continue from here` }, text.trim())];
   const ending = (/** @type {typeof sentence} */ { words, tokens }, /** @type {number} */ k) => h("li", {},
     h("button", { type: "button", "data-model": "", class: "ending", onclick: () => tryExample(fork, k) }, "… ",
       words.map((text, i) => h("span", looks(tokens, i), text.replace(/\s+/g, " ").slice(i ? 0 : 1)))));
-  fill($("example"), h("h3", {}, "Or try it here: click a word, and the model goes on from there"),
+  fill($("example"), h("h3", {}, "Or try it here: click a word, and the model continues from there"),
     h("p", { class: "sentence" }, sentence.words.map(word)),
     h("div", { class: "grown" }, h("div", {}, h("h4", {}, "Three endings by the model"), h("ol", { class: "ends" }, endings.map(ending))), h("div", { id: "others" })),
     h("p", { class: "note" }, "The stronger the colour, the less the model expected the word: ",
@@ -55,7 +55,7 @@ function drawOthers(i) {
       h("span", { class: "word" }, pieceText(piece).trim() || named(piece)), h("span", { class: "share" }, percent(Math.exp(lp ?? NaN))))))));
 }
 
-/** Make the example a text of the document, and let the model go on: in the sentence, at an ending, or with another token.
+/** Make the example a text of the document, and let the model continue it: in the sentence, at an ending, or with another token.
  * @param {number} i a position in the sentence @param {number} [ending] @param {number} [token] */
 async function tryExample(i, ending = -1, token = -1) {
   const answer = await act("example");
@@ -81,7 +81,7 @@ export function drawBeginning(model) {
   }
   const isTalk = begins() === "chat";
   $("mode-line").textContent = !model ? "" : !chat ? "This model continues texts. It does not chat." : isTalk
-    ? "You write a message, and the model answers." : "The model goes on from exactly what you write.";
+    ? "You write a message, and the model answers." : "The model continues exactly what you write.";
   $("told").hidden = !isTalk;
   $("system-box").hidden = !chat?.roles.includes("system");
   const title = isTalk ? "Ask something" : "Write a beginning";

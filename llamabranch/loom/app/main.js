@@ -188,7 +188,7 @@ const run = {
 
 // --- around the text: state, header, panes ---
 
-let reopened = false; // what was typed before a reload
+let reopened = false; // whether the box from before a reload is open again
 
 export function drawState() {
   const root = document.documentElement;
@@ -245,7 +245,7 @@ export function drawState() {
   set($("marks"), { textContent: `★ ${marked}` });
   attribute($("marks"), "aria-label", plural(marked, "bookmark"));
   if (!empty) drawWhere();
-  else set($("bar-begin"), { textContent: doc.bars?.[begins()] ? sentenceOf(begins()) : "Settings", title: `How it goes on: ${sentenceOf(begins())}` });
+  else set($("bar-begin"), { textContent: doc.bars?.[begins()] ? sentenceOf(begins()) : "Settings", title: `How it continues: ${sentenceOf(begins())}` });
 }
 
 /** Show what can be done with the turn under the mouse. @param {any} event */

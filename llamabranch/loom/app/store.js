@@ -69,7 +69,7 @@ export const store = {
   revision: 0,
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
   settings: keptIn(() => localStorage),
-  /** what is typed in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
+  /** drafts: texts in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 

@@ -93,7 +93,7 @@ const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
 /** @type {WeakMap<Path, {key: string, classes: Map<number, string>}>} */ const matches = new WeakMap();
 
-/** The classes of tokens that hold what was searched for. @param {Path} c */
+/** The classes of tokens in a match of the search. @param {Path} c */
 function matchesIn(c) {
   const [at, to] = view.match, key = `${at} ${to} ${view.sought}`, there = matches.get(c);
   if (there?.key === key) return there.classes;
@@ -262,7 +262,7 @@ const scroller = () => $("text").parentElement;
 let follows = true, top = 0; // whether the end stays in view; how far the text was scrolled
 const below = () => scroller().scrollHeight - scroller().scrollTop - scroller().clientHeight; // px of text below the view
 
-/** Change what is drawn, and stay where the reader is. @param {() => void} change */
+/** Draw something else, and keep the place of the reader. @param {() => void} change */
 export function steady(change) {
   const after = $("after"), box = scroller(), { scrollTop } = box;
   after.style.minHeight = `${box.scrollHeight}px`; // nothing gets shorter meanwhile
@@ -292,7 +292,7 @@ export function followEnd() {
   $("to-end").hidden = view.typingAt >= 0 || below() < 60;
 }
 
-/** Follow what is written at a position, if that is in view; without one: go to the end. @param {number} [at] */
+/** Follow the text that is written at a position, if it is in view. Without a position, go to the end. @param {number} [at] */
 export function attend(at) {
   const { top: above, bottom } = scroller().getBoundingClientRect(), place = at && $(`t${at - 1}`)?.getBoundingClientRect();
   if (!at || (place && place.bottom > above && place.top < bottom)) follows = true;
@@ -339,7 +339,7 @@ export function seek(is, by = 1) {
 }
 
 /** For each of several texts that begin at one place: which of its tokens tells it from the others first, or -1. @param {number[][]} all */
-export const turnings = (all) => all.map((own) => own.findIndex((_, i) => all.length > 1 && !all.some((other) =>
+const turnings = (all) => all.map((own) => own.findIndex((_, i) => all.length > 1 && !all.some((other) =>
   other !== own && own.slice(0, i + 1).every((id, j) => id === other[j]))));
 
 /** What could follow, if the path ends at a fork. */

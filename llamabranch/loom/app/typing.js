@@ -25,7 +25,7 @@ export async function go(fields = {}) {
 }
 
 /** @typedef {{kind: "type" | "edit" | "reply" | "turn", node: string, end: number | null, at: number, turn?: number, doc?: string,
- *   text?: string, caret?: number, role?: string, open?: boolean}} Draft what is typed in a box, and where: `at` is where it begins */
+ *   text?: string, caret?: number, role?: string, open?: boolean}} Draft the text of a box, and its place: `at` is where it begins */
 
 /** The box that is open. @type {{place: string, text: any, save: () => void, keep: (more: boolean) => Promise<any>, park: () => void} | null} */
 export let opened = null;
@@ -168,7 +168,7 @@ export function savedSentence() {
 }
 
 /** What a box says about control tokens. @param {boolean} parsed */
-export const controlNote = (parsed) => {
+const controlNote = (parsed) => {
   const { eos, chat } = store.doc.model ?? {};
   if (!eos || (!parsed && !chat)) return "";
   return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;

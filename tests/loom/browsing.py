@@ -190,9 +190,10 @@ def tokens(page: Page) -> list[str]:
 
 
 def told(page: Page, selector: str, pattern: str) -> None:
-    """Wait until an element of the page says something like this."""
+    """Wait until there is such an element and it says something like this."""
     page.wait_for_function(
-        "([selector, pattern]) => RegExp(pattern).test(document.querySelector(selector).textContent)",
+        """([selector, pattern]) => [...document.querySelectorAll(selector)].some(
+            ({textContent}) => RegExp(pattern).test(textContent))""",
         arg=[selector, pattern],
     )
 
@@ -226,7 +227,7 @@ def violations(page: Page) -> list[str]:
     if page.evaluate("!('axe' in window)"):
         folder = files("axe_playwright_python")
         page.evaluate(folder.joinpath("axe.min.js").read_text("utf-8"))
-    page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
+    idle(page)
     found = page.evaluate(
         "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
         " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"

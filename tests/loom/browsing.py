@@ -227,7 +227,7 @@ def violations(page: Page) -> list[str]:
     if page.evaluate("!('axe' in window)"):
         folder = files("axe_playwright_python")
         page.evaluate(folder.joinpath("axe.min.js").read_text("utf-8"))
-    idle(page)
+    page.wait_for_function("() => document.documentElement.dataset.busy === undefined")
     found = page.evaluate(
         "() => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map("
         " each => `${each.id}: ${each.nodes.map(node => node.html).slice(0, 3)}`))"

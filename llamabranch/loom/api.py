@@ -17,7 +17,7 @@ from ..serve.messages import EventStream, json_of, reply
 from . import formats
 from .document import Bar, Document, Node, short
 from .loom import Do, Loom
-from .operations import Operations
+from .operations import perform
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -33,18 +33,13 @@ _MOST_FOUND = 200
 
 def front_of(loom: Loom) -> Front:
     """Return the routes of the page, which a server puts in front of its API."""
-    operations = Operations(loom)
+    routes = {path: partial(handler, loom) for path, handler in _ROUTES.items()}
+    return Front(loom.guard.check, {**routes, **loom.guard.routes}, loom.close)
 
-    async def do(call: Request) -> Response:
-        body = await operations.do(await json_of(call, Do))
-        status = 507 if "error" in body else 200 if body.get("job") is None else 202
-        return reply(body, status)
 
-    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        path: partial(handler, loom) for path, handler in _ROUTES.items()
-    }
-    routes |= loom.guard.routes | {"POST /loom/do": do}
-    return Front(loom.guard.check, routes, loom.close)
+async def _do(loom: Loom, call: Request) -> Response:
+    body = await perform(loom, await json_of(call, Do))
+    return reply(body, 507 if "error" in body else 200 if body.get("job") is None else 202)
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
@@ -168,6 +163,7 @@ async def _import(loom: Loom, call: Request) -> Response:
 
 
 _ROUTES: dict[str, Handler] = {
+    "POST /loom/do": _do,
     "GET /loom/doc": _doc,
     "GET /loom/tokens": _tokens,
     "GET /loom/next": _next,

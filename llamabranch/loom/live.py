@@ -2,7 +2,7 @@
 
 Everything here runs in the event loop. The engine's thread hands over
 results with `Live.call`. Tokens are sent within 50 ms, or 0.25 s if the model needs all cores, and are
-in the file 0.1 s later.
+in the file 0.25 s later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .journal import Journal
 from .turns import answers, head_of
 from .window import prompt_of, scoring_window
 
-_EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
+_EVENT_S, _BUSY_EVENT_S, _SAVE_S, _RETRY_S, _BEAT_S = 0.05, 0.25, 0.25, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that wait for a slow tab
 _RESET = b"event: reset\ndata: {}\n\n"  # makes a tab fetch the document
 _FEW = 64  # up to this many tokens are processed without showing progress
@@ -131,8 +131,8 @@ class Live:
         self._later: dict[object, tuple[str, object]] = {}  # other events that wait, by their key
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._saver: asyncio.TimerHandle | None = None
-        self._sent = self._synced = 0.0
+        self._saver: asyncio.Task[None] | None = None
+        self._sent = 0.0
         self._told: dict[str, object] = {}  # the state of the file
 
     @property
@@ -191,30 +191,24 @@ class Live:
         self.keep(*records)
 
     def keep(self, *records: Record) -> None:
-        """Add records to the document; they are written within 0.1 s and synced within a second."""
+        """Add records to the document; they are on the disk within about 0.25 s, if it has space."""
         for record in records:
             self.journal.add(record)
-        self._save_soon()
-
-    def _save_soon(self) -> None:
         if self._saver is None and self.journal.waits:
             self.tell_file()
-            wait = _SYNC_S if self.journal.error else _WRITE_S
-            self._saver = asyncio.get_running_loop().call_later(wait, self._save)
+            self._saver = asyncio.ensure_future(self._save())
 
-    def _save(self) -> None:
-        self._saver, now = None, perf_counter()
-        self.journal.write()
-        if now - self._synced >= _SYNC_S:
-            self._synced = now
-            asyncio.get_running_loop().run_in_executor(None, self.journal.sync)
-        self._save_soon()
-        self.tell_file()
+    async def _save(self) -> None:
+        """Save records until none waits."""
+        while self.journal.waits:
+            await asyncio.sleep(_RETRY_S if self.journal.error else _SAVE_S)
+            await asyncio.to_thread(self.journal.save)
+            self.tell_file()
+        self._saver = None
 
     async def confirm(self) -> dict[str, object]:
-        """Write and sync all records; return {}, or an error if that fails. The records are kept."""
-        if self.journal.write():
-            await asyncio.to_thread(self.journal.sync)
+        """Save all records; return {}, or an error if that fails. The records are kept."""
+        await asyncio.to_thread(self.journal.save)
         self.tell_file()
         if self.journal.error is None:
             return {}

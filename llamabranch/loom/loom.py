@@ -101,7 +101,6 @@ class Do(TextSettings, kw_only=True):
     job: str | None = None
     bookmark: bool | None = None
     note: str | None = None
-    current: bool = False
     set: dict[Mode, BarFields] = {}
 
 

@@ -48,7 +48,7 @@ function begun(cid, node) {
   beginnings.delete(cid);
 }
 
-const QUIET = ["set", "score"]; // operations without a user's action keep the footer
+const QUIET = ["show", "score"]; // operations without a user's action keep the footer
 
 /** Do an action. While the connection is lost it is repeated under the same id, so that it is done once. If the server
  * refuses it, the footer shows why, and the answer is null.

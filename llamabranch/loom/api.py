@@ -16,7 +16,7 @@ from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
 from . import formats
 from .document import Bar, Document, Node, short
-from .loom import Do, Loom
+from .loom import ASIDES, Do, Loom
 from .operations import perform
 
 if TYPE_CHECKING:
@@ -142,20 +142,18 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    if not isinstance(content, Document) and sum(len(item.text) for item in content) > _MOST_TEXT:
+    if content.head is None and sum(map(len, content.pieces.values())) > _MOST_TEXT:
         raise HttpError(413, f"the text is too long: at most {_MOST_TEXT >> 20} MB are imported")
     async with loom.acting:
         nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     document = loom.document
-    bar = document.bars.get("text", {})
-    fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
+    bar, theirs = (each.bars.get("text", {}) for each in (document, content))
+    fields = {name: theirs[name] for name in ASIDES if theirs.get(name) and not bar.get(name)}
     if fields:
         loom.add(Bar(mode="text", fields=bar | fields))
         loom.emit("set", {"bars": document.bars})
-    shown = nodes[-1].id
-    if isinstance(content, Document):  # as it was shown there
-        names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
-        shown = names.get(content.current or "", nodes[-1]).id
+    names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
+    shown = names.get(content.current or "", nodes[-1]).id  # as it was shown there
     roots = [document.node_fields(node) for node in nodes if node.parent is None]
     answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
     error = await loom.confirm()

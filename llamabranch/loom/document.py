@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -123,6 +123,14 @@ class Tokens(Record, tag="tok", kw_only=True):
     def named(self) -> list[int]:
         """Return all tokens that it names, also as alternatives."""
         return [*self.ids, *(token for raw in self.top for token, _ in decoded(raw))]
+
+
+def unread(name: str, ids: Sequence[int], src: str) -> Tokens:
+    """Return the tokens of a node without numbers; ``src`` has a letter for each."""
+    none = [None] * len(ids)
+    return Tokens(
+        id=name, ids=[*ids], lp=[*none], h=[*none], rk=[*none], src=src, top=[Raw(b"[]")] * len(ids)
+    )
 
 
 class Pieces(Record, tag="voc", kw_only=True):

@@ -11,7 +11,6 @@ import re
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import groupby
 
@@ -23,7 +22,7 @@ from ..errors import ConfigError
 from ..request.fields import SamplingFields
 from ..serve.messages import in_words
 from . import page
-from .document import AnyRecord, Document, Made, Node, Tokens, decoded
+from .document import AnyRecord, Bar, Change, Document, Made, Node, Pieces, Tokens, decoded, unread
 from .journal import replay
 
 _MARKER = "llamabranch-loom"
@@ -46,25 +45,20 @@ _NOTES = {
 _encode = msgspec.json.encode
 
 
-@dataclass
-class Item:
-    """A stretch of text between two forks.
-
-    Attributes:
-        parent: the index of its parent in the list; -1 = it is a root.
-    """
-
-    text: str
-    parent: int = -1
-    by: str = "import"
-    bookmark: bool = False
-    note: str = ""
+def _put(texts: Document, text: str, parent: str | None, by: str = "import") -> str:
+    """Add a node with one token, which is the text, and return its name."""
+    name, token = texts.name(), len(texts.pieces)
+    at = 0 if parent is None else texts.nodes[parent].end
+    texts.apply(Pieces(p={token: text}))
+    texts.apply(Made(id=name, parent=parent, at=at, kind="imported", by=by))
+    texts.apply(unread(name, [token], "t"))
+    return name
 
 
-def items_of(document: Document) -> list[Item]:
-    """Return the texts that are shown and not deleted, parents first.
+def texts_of(document: Document) -> Document:
+    """Return the texts that are shown and not deleted, cut where they fork: a document of no model.
 
-    Bookmarks and notes are on the last item of a node.
+    Bookmarks and notes are on the last part of a node.
     """
     cuts: dict[Node, set[int]] = {}
     owners: dict[Node, Node | None] = {}  # for each node, the node whose own tokens it continues
@@ -75,19 +69,19 @@ def items_of(document: Document) -> list[Item]:
         for above, _, end in node.stretches(node.at - 1, node.at) if node.at else ():
             owners[node] = above
             cuts[above].add(end)
-    items: list[Item] = []
-    ending: dict[tuple[Node, int], int] = {}
+    texts = Document()
+    names: dict[tuple[Node, int], str] = {}  # of the parts, by where they end
     for node, owner in owners.items():
-        a, parent = 0, -1 if owner is None else ending[owner, node.at - owner.at]
+        a, name = 0, None if owner is None else names[owner, node.at - owner.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
-            item = Item(text, parent, node.made.by)
-            if b == len(node.ids):
-                item.bookmark, item.note = node.bookmark, node.note
-            a, parent = b, len(items)
-            ending[node, b] = parent
-            items.append(item)
-    return items
+            a, name = b, _put(texts, text, name, node.made.by)
+            names[node, b] = name
+        if node.bookmark:
+            texts.apply(Change(id=names[node, a], name="bookmark"))
+        if node.note:
+            texts.apply(Change(id=names[node, a], name="note", value=node.note))
+    return texts
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -143,21 +137,15 @@ def _safe(name: str) -> str:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class Items(list[Item]):
-    """Items, parents first, and the fields of the bar that came with them."""
-
-    bar: Mapping[str, str] = {}
-
-
 class _File(msgspec.Struct):
     records: list[Raw]
 
 
-def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document:
     """Return the content of a file.
 
-    A file of the page for which ``is_ours(fingerprint)`` is true is read as a document, all others as
-    items, parents first. Text is one item.
+    A file of the page for which ``is_ours(fingerprint)`` is true is read as it is. All others become
+    documents of no model, without a head: each node has one token, which is a whole text.
 
     Raises:
         ConfigError: it is not a file of the page or of mikupad, or has more than ``most`` nodes.
@@ -181,22 +169,21 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     if "\0" in text:
         raise ConfigError(_OTHER, hint=_TEXTS)
     if text.lstrip()[0] not in "{[":
-        return [Item(_whole_characters(text))]
+        return _of_session([{"content": text}], most)
     try:
         value = json.loads(text)  # it accepts half characters, which mikupad writes
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and not _BEGINS_JSON.match(text):  # a story
-            return [Item(_whole_characters(text))]
+            return _of_session([{"content": text}], most)
         raise ConfigError(f"{_OTHER}: {error}", hint=_TEXTS) from None
     match value:
         case {"format": str(marker)} if marker == _MARKER:
             return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
         case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), list):
-            items = _items_of_session(chunks, most)
-            items.bar = {
-                name: text for name, key in _NOTES.items() if (text := _note(value.get(key)))
-            }
-            return items
+            session = _of_session(chunks, most)
+            notes = {name: _note(value.get(key)) for name, key in _NOTES.items()}
+            session.apply(Bar(mode="text", fields={**notes}))
+            return session
     raise ConfigError(_OTHER, hint=_TEXTS)
 
 
@@ -234,33 +221,32 @@ def _note(value: object) -> str:
     return ""
 
 
-def _items_of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Items:
+def _of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Document:
     """Return a session as a path that alternates between typed and generated nodes."""
     for number, chunk in enumerate(chunks, 1):
         if not (isinstance(chunk, dict) and isinstance(chunk.get("content"), str)):
             raise ConfigError(f"part {number} of this session's prompt has no text")
-    items = Items()
+    if not any(chunk["content"] for chunk in chunks):
+        raise ConfigError("this session has no text")
+    texts, name = Document(), None
     for is_typed, parts in groupby(chunks, lambda chunk: chunk.get("type") == "user"):
         text = "".join(part["content"] for part in parts)  # two parts may share a character
-        by = "user" if is_typed else "import"
-        items.append(Item(_whole_characters(text), len(items) - 1, by))
-        if len(items) > most:
+        name = _put(texts, _whole_characters(text), name, "user" if is_typed else "import")
+        if len(texts.nodes) > most:
             raise _too_large(most)
-    if not any(item.text for item in items):
-        raise ConfigError("this session has no text")
-    return items
+    return texts
 
 
 def _too_large(most: int) -> ConfigError:
     return ConfigError(f"the file is too large: at most {most:,} nodes are read")
 
 
-def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Document:
     """Return a document of this model as it is, and one of another model as texts."""
     if len(document.nodes) > most:
         raise _too_large(most)
     is_same = document.head is not None and is_ours(document.head.fingerprint)
-    return document if is_same else items_of(document)
+    return document if is_same else texts_of(document)
 
 
 def _own(data: bytes) -> Document:

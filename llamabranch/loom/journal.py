@@ -151,7 +151,7 @@ class Journal:
         return 0 if self.read_only is not None else sum(texts)
 
     def save(self) -> None:
-        """Write the waiting lines and wait until they are on the disk; lines that cannot be written wait on.
+        """Write the waiting lines, and return once they are on the disk; if that fails, they wait on.
 
         Any thread may call this.
         """

@@ -28,7 +28,7 @@ from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
+from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short, unread
 from .journal import Journal
 from .turns import answers, head_of
 from .window import prompt_of, scoring_window
@@ -382,12 +382,8 @@ class Live:
 
     def plain(self, name: str, ids: Sequence[int], src: str) -> list[Record]:
         """Return records of tokens without numbers; ``src`` has a letter for each."""
-        n = len(ids)
-        new = Tokens(
-            id=name, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n, src=src,
-            top=[Raw(b"[]")] * n,
-        )  # fmt: skip
-        return [*self.document.learn(self.service.model, ids), new] if n else []
+        new = unread(name, ids, src)
+        return [*self.document.learn(self.service.model, ids), new] if ids else []
 
     def _on_reading(self, job: PageJob, n_cached: int, n_read: int, n: int) -> None:
         """Report how much of a text a job has processed."""

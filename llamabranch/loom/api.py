@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from ..arguments import path_text
@@ -45,9 +45,8 @@ async def _do(loom: Loom, call: Request) -> Response:
 async def _doc(loom: Loom, call: Request) -> Response:
     document = loom.document
     current = document.nodes.get(document.current or "")
-    state = {"state": "generating"} if loom.running else {}
     return reply({
-        "boot": loom.boot, **loom.model(), **state,
+        "boot": loom.boot, **loom.model(),
         "file": loom.file, "current": current.id if current and not current.hidden else None,
         **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in loom.running],
@@ -91,31 +90,33 @@ async def _example(loom: Loom, call: Request) -> Response:
 
 
 async def _find(loom: Loom, call: Request) -> Response:
-    wanted = re.compile(re.escape(call.query_params.get("q", "")), re.IGNORECASE)
-    matches: list[dict[str, object]] = []
-    for node in loom.document.shown() if call.query_params.get("q") else ():
-        matches += _places(loom.document, node, wanted, len(call.query_params["q"]))
-        if len(matches) >= _MOST_FOUND:
-            break
-    return reply({"found": matches[:_MOST_FOUND], "more": len(matches) >= _MOST_FOUND})
+    document, q = loom.document, call.query_params.get("q", "")
+    wanted = re.compile(re.escape(q), re.IGNORECASE)
+    places = (
+        place for node in document.shown() for place in _places(document, node, wanted, len(q))
+    )
+    found = [*islice(places, _MOST_FOUND)] if q else []
+    return reply({"found": found, "more": len(found) == _MOST_FOUND})
 
 
 def _places(
     document: Document, node: Node, wanted: re.Pattern[str], n_wanted: int
-) -> list[dict[str, object]]:
-    """Return the matches that end in a node's own text; they may begin in its parent's.
+) -> Iterator[dict[str, object]]:
+    """Yield the matches that end in a node's own text; they may begin in its parent's.
 
     ``at`` and ``last`` are the first and the last token of the match, as positions in the whole text.
     """
     # A match may begin in the text before the node. A character there has at most four tokens.
     start = max(0, node.at - 4 * n_wanted)
-    words, matches = document.texts(node.tokens(start=start)), list[dict[str, object]]()
+    ids = node.tokens(start=start)
+    if not wanted.search(document.bytes_of(ids).decode("utf-8", "replace")):
+        return  # nearly always; the texts of single tokens cost far more
+    words = document.texts(ids)
     ends = [*accumulate(map(len, words))]
     for match in wanted.finditer("".join(words)):
         at, last = (start + bisect_right(ends, i) for i in (match.start(), match.end() - 1))
         if last >= node.at:  # else it is the parent's
-            matches.append({"node": node.id, "at": at, "last": last})
-    return matches
+            yield {"node": node.id, "at": at, "last": last}
 
 
 async def _events(loom: Loom, call: Request) -> Response:

@@ -9,7 +9,7 @@ import gzip
 import json
 import re
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from itertools import groupby
@@ -23,7 +23,6 @@ from ..request.fields import SamplingFields
 from ..serve.messages import in_words
 from . import page
 from .document import AnyRecord, Bar, Change, Document, Made, Node, Pieces, Tokens, decoded, unread
-from .journal import replay
 
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
@@ -38,10 +37,8 @@ _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
 )
 _OLD_FIELDS = ("vocab", "kv_type", "seam", "constraint", "digest")  # of earlier versions
-_NOTES = {
-    "memory": "memoryTokens",
-    "authors_note": "authorNoteTokens",
-}  # the bar's fields, mikupad's
+# The bar's fields, and mikupad's.
+_NOTES = {"memory": "memoryTokens", "authors_note": "authorNoteTokens"}
 _encode = msgspec.json.encode
 
 
@@ -104,13 +101,7 @@ def export(
     safe = _safe(title) or "loom"
     if kind in ("json", "html"):
         records = [*document.records()]
-        whole = {
-            "format": _MARKER,
-            "version": 1,
-            "title": title,
-            "model": model,
-            "records": records,
-        }
+        whole = {"format": _MARKER, "title": title, "model": model, "records": records}
         if kind == "json":
             return _encode(whole), f"{safe}.json", "application/json"
         for record in records:
@@ -154,12 +145,8 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document:
     if match is not None:
         data = _unpacked(match[1])
     if data.startswith(_HEAD):
-        document = Document()
-        _, damage = replay(document, data)
-        if damage is not None:
-            raise ConfigError("the file is damaged at line {}: {}".format(*damage))
-        _check(document)
-        return _ours(document, most, is_ours)
+        *lines, _ = data.split(b"\n")  # a last line that was cut off is left out
+        return _ours(_document(lines, "line"), most, is_ours)
     try:
         text = data.decode("utf-8-sig", "surrogatepass").replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -178,7 +165,11 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document:
         raise ConfigError(f"{_OTHER}: {error}", hint=_TEXTS) from None
     match value:
         case {"format": str(marker)} if marker == _MARKER:
-            return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
+            try:
+                records = msgspec.json.decode(text.encode("utf-8", "replace"), type=_File).records
+            except msgspec.MsgspecError as error:
+                raise _refused("the file", error) from None
+            return _ours(_document(records, "record"), most, is_ours)
         case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), list):
             session = _of_session(chunks, most)
             notes = {name: _note(value.get(key)) for name, key in _NOTES.items()}
@@ -249,26 +240,26 @@ def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Docu
     return document if is_same else texts_of(document)
 
 
-def _own(data: bytes) -> Document:
-    """Return the document in the page's own JSON.
+def _document(records: Iterable[Raw | bytes], name: str) -> Document:
+    """Return the document that the records of a file make.
 
     Raises:
-        ConfigError: a record is not valid, has an unknown field or does not fit; it is named.
+        ConfigError: one is not valid, has an unknown field or does not fit; it begins with ``name`` and
+            the number of the record.
     """
-    document, place = Document(), "the file"
-    try:
-        for number, raw in enumerate(msgspec.json.decode(data, type=_File).records, 1):
-            place = f"record {number}"
+    document = Document()
+    for number, raw in enumerate(records, 1):
+        try:
             fields = msgspec.json.decode(raw, type=dict[str, Raw])
             record = msgspec.json.decode(raw, type=AnyRecord)
             known = record.__struct_fields__
-            for name in fields.keys() - {"op", *known, *_OLD_FIELDS}:
-                raise ValueError(f"unknown field `{name}`; {nearest(name, known, 'fields')}")
+            for field in fields.keys() - {"op", *known, *_OLD_FIELDS}:
+                raise ValueError(f"unknown field `{field}`; {nearest(field, known, 'fields')}")
             if isinstance(record, Made):
                 msgspec.convert(record.sampling, SamplingFields)
             document.apply(record)
-    except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
-        raise _refused(place, error) from None
+        except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
+            raise _refused(f"{name} {number}", error) from None
     _check(document)
     return document
 

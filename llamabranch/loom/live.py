@@ -67,7 +67,7 @@ class PageJob:
     nodes: list[Node] = field(default_factory=list)
     state: str = "running"
     message: str | None = None
-    error: dict[str, object] | None = None
+    error: str | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
     n_read: int = 0  # tokens that it has read to score them
@@ -288,12 +288,13 @@ class Live:
     def start(
         self, op: str, work: Work, node: Node | None = None, nodes: Sequence[Node] = ()
     ) -> PageJob:
-        """Start a job. Tabs get its state, and its nodes when it ends."""
+        """Start a job. Tabs get its state, and its nodes now and when it ends."""
         job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes])
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
         for job_node in nodes:
             job_node.job = job.id
+        self.send_nodes(*nodes)
         self.emit("job", job.as_dict())
         task = asyncio.ensure_future(self._run(job, work))
         self._tasks.add(task)
@@ -307,7 +308,7 @@ class Live:
         except Exception as error:
             job.state = "stopped" if job.is_stopped else "failed"
             if not job.is_stopped:  # stopping a job raises an error in it
-                self._fail(job, error)
+                job.error = str(http_error(error))
         job.message = None
         self._later.pop(job.id, None)
         for node in job.nodes:
@@ -323,10 +324,6 @@ class Live:
             self.send_undo()
         self.emit("job", job.as_dict())
         await self.confirm()
-
-    def _fail(self, job: PageJob, error: BaseException) -> None:
-        sent_error = http_error(error)
-        job.error = {"code": sent_error.status, "message": str(sent_error)}
 
     async def close(self) -> None:
         """End all jobs and close the file."""
@@ -460,17 +457,13 @@ class Live:
     def _end(self, job: PageJob, node: Node, result: Result, n_meanwhile: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
-            self._fail(job, result.error)
+            job.error = str(http_error(result.error))
         read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
-        ended = Ended(id=node.id, reason=reason, read=read, cached=result.cached)
-        self.add(ended)
         first, last = result.first_token_s, result.last_token_s
         seconds = last - first if first is not None and last is not None else 0.0
-        self.emit("end", {
-            "node": node.id, "reason": reason, "seed": node.made.seed, "read": read,
-            "cached": ended.cached,
-            "rate": round((result.generated - 1) / seconds, 1) if seconds else None,
-        })  # fmt: skip
+        rate = round((result.generated - 1) / seconds, 1) if seconds else None
+        self.add(Ended(id=node.id, reason=reason, read=read, cached=result.cached, rate=rate))
+        self.send_nodes(node)
 
     async def score(self, job: PageJob, node: Node) -> None:
         """Score the tokens of a node's text that have no log-probability yet.

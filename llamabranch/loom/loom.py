@@ -163,15 +163,15 @@ class Loom(Live):
         self.guard = Page(port, FILES)
         self.example = Example(self)
         self._draft = draft
-        self._loading = {"message": "loading the model"}
+        self._loading = "loading the model"
 
     def ready(self) -> None:
         """Tell the tabs that the model is loaded. A file of another model becomes read-only."""
         model = self.service.model
         head, journal = self.document.head, self.journal
-        if head is None and journal.read_only is None:
+        if head is None:
             self.add(Head(model=model.name, fingerprint=model.fingerprint))
-        elif head is not None and not model.is_of(head.fingerprint):
+        elif not model.is_of(head.fingerprint):
             journal.read_only = journal.read_only or (
                 f"It was written with the model {head.model}, and this is {model.name}. To read it "
                 "with this model, import it into another document."
@@ -182,7 +182,7 @@ class Loom(Live):
         """Return the facts about the model that the page shows."""
         service = self.service_of()
         if service is None:
-            return {"state": "loading", "model": None, "loading": self._loading}
+            return {"model": None, "loading": self._loading}
         ctx, model, sampling = service.ctx, service.model, service.settings.sampling
         usual = SamplingParams().as_dict()
         fields = {
@@ -196,13 +196,13 @@ class Loom(Live):
             "chat": chat_fields(model),
             "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
         }  # fmt: skip
-        return {"state": "ready", "model": fields, "loading": None}
+        return {"model": fields, "loading": None}
 
     def opening(self, message: str) -> None:
         """Report how far a model is loaded. Any thread may call this."""
-        if message != self._loading["message"]:
-            self._loading = {"message": message}
-            self.call(self.emit, "set", {"loading": self._loading})
+        if message != self._loading:
+            self._loading = message
+            self.call(self.emit, "set", {"loading": message})
 
     def again(self, cid: str) -> dict[str, object] | None:
         """Return the answer to a request that was already done, even by an earlier process, or None."""
@@ -451,6 +451,7 @@ class Example:
     async def _write(self, job: PageJob) -> Document:
         service_of = self._loom.service_of
         loom = Loom(Path(os.devnull), 0, service_of, read_only=True)
+        loom.ready()
         ids, start = [await loom.service.tokenize(text) for text in (_BEGINNING + _END, _BEGINNING)]
         records = [Made(id="n1", kind="prompt"), *loom.plain("n1", ids, "p" * len(ids))]
         for i in range(1, 1 + _N):

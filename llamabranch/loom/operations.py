@@ -273,9 +273,8 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.add(Undo(of=action.r, again=again, cid=do.cid))
     loom.send_nodes(*touched)
     loom.send_undo()
-    is_deletion = any(name == "deleted" for _, name, *_ in action.changes)
     done = {
-        "op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched],
+        "op": action.op, "nodes": [node.id for node in touched],
         "node": document.node_fields(touched[0]),  # its new state, because its event may arrive later
     }  # fmt: skip
     return {"redone" if again else "undone": done, **document.counts()}

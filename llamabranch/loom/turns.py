@@ -223,9 +223,8 @@ def write(
         n = n_common(full, talk._replace(messages=other).tokens(model))
         there = next((j for j in range(n - 1, skipped - 1, -1) if model.is_eog(full[j])), None)
         thought = str(head[-1].get("reasoning_content") or "").strip().encode()
-        is_shorter = at <= turn.begin or thought not in b"".join(
-            words[:there]
-        )  # without its thought
+        # Whether it is rendered without its thought.
+        is_shorter = at <= turn.begin or thought not in b"".join(words[:there])
         is_old = any(message["role"] == "user" for message in [following, *rest])
         if there is None or (is_old and is_shorter):
             break

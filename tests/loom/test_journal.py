@@ -58,7 +58,9 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
                 if name == "tokens" and data["node"] == node:
                     heard += data["ids"]
                     n += 1
-                if n == n_events or name == "end":
+                if n == n_events or (
+                    name == "job" and data["nodes"] and data["state"] != "running"
+                ):
                     break
             process.process.send_signal(signal.SIGKILL)
             process.process.wait()

@@ -9,7 +9,7 @@ import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, 
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, startLive } from "./live.js";
+import { drawLive, fold } from "./live.js";
 import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
@@ -237,7 +237,7 @@ export function drawState() {
   for (const id of ["columns", "lens-line", "legend", "actions", "bar-row"]) $(id).hidden = empty;
   attribute(root, "data-empty", empty && (store.nodes.size ? "text" : "all"));
   $("start").disabled = !canWrite;
-  $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
+  $("loading").textContent = state === "model-loading" ? doc.loading : "";
   if (empty && was) $("begin").focus();
   if (store.drafts.begin && !empty && reopened) store.drafts.begin.open = false;
   if (empty) drawBeginning(model);
@@ -302,7 +302,7 @@ export function start() {
   });
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
-  paints("live", startLive());
+  paints("live", drawLive);
   listeners.push((name, { state, node }) => {
     if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });

@@ -132,7 +132,7 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => {
-    const { flags, reason } = store.nodes.get(node.id) ?? {};
+    const { flags, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
     putNode(node);
     begun(cid, node);
     if (reason === "running" && node.reason !== reason)

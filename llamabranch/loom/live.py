@@ -459,10 +459,11 @@ class Live:
         if result.error is not None and reason != "capacity":
             job.error = str(http_error(result.error))
         read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
+        cached = max(0, result.cached - n_meanwhile)
         first, last = result.first_token_s, result.last_token_s
         seconds = last - first if first is not None and last is not None else 0.0
         rate = round((result.generated - 1) / seconds, 1) if seconds else None
-        self.add(Ended(id=node.id, reason=reason, read=read, cached=result.cached, rate=rate))
+        self.add(Ended(id=node.id, reason=reason, read=read, cached=cached, rate=rate))
         self.send_nodes(node)
 
     async def score(self, job: PageJob, node: Node) -> None:

@@ -344,7 +344,7 @@ class Loom(Live):
         n = Sampler(model, SamplingParams(), grammar).count_allowed(ids)
         if n < len(ids):
             said = _KINDS.get(grammar.kind, "the grammar")
-            piece = model.detokenize([ids[n]], special=True)
+            piece = repr(model.detokenize([ids[n]], special=True))[1:-1]
             where = "here" if n == len(ids) - 1 else "in what is written so far"
             raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
 

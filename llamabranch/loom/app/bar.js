@@ -2,7 +2,7 @@
 // The sampling bar: settings for continuing texts or chats, kept in the document; grammars and schemas.
 import { $, fill, h, label, plural, redraw, short, tell, typedNumber, visible } from "./dom.js";
 import { backend, bodyOf, net } from "./net.js";
-import { stateOf, store } from "./store.js";
+import { keepDraft, stateOf, store } from "./store.js";
 
 /** @typedef {Record<string, any>} Bar */
 
@@ -61,9 +61,13 @@ function read(form) {
   const data = new FormData(form);
   const of = (/** @type {string} */ name) => String(data.get(name) ?? "").trim();
   /** @type {Bar} */ const bar = { sampling: {} };
-  for (const [name, words] of [["n", "how many"], ["max_tokens", "limit"]]) bar[name] = typedNumber(of(name), words, true);
+  for (const [name, words] of [["n", "how many"], ["max_tokens", "limit"]]) {
+    bar[name] = typedNumber(of(name), words, true);
+    if (bar[name] < 1) throw new Error(`${words}: it must be 1 or more`);
+  }
   for (const [name, words] of NUMBERS_OF_BAR) bar.sampling[name] = typedNumber(of(name), words, name === "top_k");
-  if (typedNumber(of("seed"), "seed", true) != null) bar.seed = of("seed"); // kept as text: it may have more digits than a number
+  if (!/^(-?\d{1,20})?$/.test(of("seed"))) throw new Error(`seed: “${of("seed")}” is not a whole number of at most 20 digits`);
+  bar.seed = of("seed"); // kept as text: it may have more digits than a number
   bar.stop = String(data.get("stop") ?? "").split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
   for (const name of ["memory", "authors_note"]) bar[name] = String(data.get(name) ?? "").trim();
   const thinking = of("thinking");
@@ -77,6 +81,7 @@ function read(form) {
     } catch (error) {
       throw new Error(`The schema is not JSON: ${/** @type {Error} */ (error).message}`);
     }
+    if (!/^\s*\{/.test(text)) throw new Error("The schema is not a JSON object. It begins with {.");
   } else bar[kind] = kind === "choice" ? text.split("\n").filter((line) => line.trim()) : text;
   return clean(bar);
 }
@@ -105,7 +110,7 @@ export function openBar(mode, proceed) {
   };
   const lines = (/** @type {string} */ name, /** @type {string} */ words, /** @type {string} */ note) => h("label", { title: note },
     h("span", {}, words), h("textarea", { name, rows: 2, spellcheck: false, placeholder: note }));
-  const isTalk = mode === "chat";
+  const isTalk = mode === "chat", draft = `bar ${mode}`;
   const form = h("form", { method: "dialog", class: "bar-form", noValidate: true },
     h("h2", { id: "dialog-title" }, isTalk ? "How to answer" : "How to continue"),
     input("n", isTalk ? "answers" : "texts", FIRST[mode].n),
@@ -120,7 +125,8 @@ export function openBar(mode, proceed) {
     h("div", { class: "foot" }, wrong, h("p", { class: "row" },
       proceed && h("button", { type: "submit", class: "main", value: "go" }, isTalk ? "Keep and answer" : "Keep and continue"),
       h("button", { type: "submit", value: "keep", class: proceed ? "" : "main" }, "Keep"),
-      h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"))));
+      h("button", { type: "button", onclick: () => (keepDraft(draft, null), dialog.close()) }, "Cancel"))));
+  form.oninput = () => keepDraft(draft, { doc: store.doc.file.name, values: Object.fromEntries(new FormData(form)) });
   /** @param {Bar} bar */
   function show(bar) {
     const { stop = [], thinking } = bar;
@@ -129,9 +135,12 @@ export function openBar(mode, proceed) {
     for (const field of form.elements) if (field.name && field.name !== "follow") field.value = values[field.name] ?? "";
     const value = bar[followed(bar)];
     follow.value = Array.isArray(value) ? value.join("\n") : typeof value === "object" ? JSON.stringify(value, null, 1) : value ?? "";
+    const { doc, values: typed } = store.drafts[draft] ?? {}, isBack = doc === store.doc.file.name;
+    if (isBack) for (const name of Object.keys(typed)) form.elements[name].value = typed[name];
+    wrong.textContent = isBack ? "You changed this before, and did not keep it. Cancel discards the changes." : "";
     showFollow();
   }
-  const failed = (/** @type {any} */ error) => void (wrong.textContent = visible(error.message));
+  const failed = (/** @type {any} */ error) => void (wrong.textContent = visible(error.message.replace(/^n must/, "how many: it must")));
   form.onsubmit = async (/** @type {any} */ event) => {
     event.preventDefault(); // the dialog shows errors itself
     wrong.textContent = "";
@@ -140,6 +149,7 @@ export function openBar(mode, proceed) {
     } catch (error) {
       return failed(error);
     }
+    keepDraft(draft, null);
     dialog.close();
     if (event.submitter?.value === "go") proceed?.();
     else tell(`Now: ${sentenceOf(mode)}.`);

@@ -17,8 +17,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
-from ..model import Model
-from ..model.model import token_piece
 from ..model.tree import TextNode
 from .window import Window
 
@@ -398,11 +396,6 @@ class Document:
             yield Bar(mode=mode, fields=fields)
         if self.current is not None and not self.nodes[self.current].hidden:
             yield Change(id=self.current, name="current")
-
-    def learn(self, model: Model, ids: Iterable[int]) -> list[Record]:
-        """Return a record with the texts of new token ids, if there are any."""
-        new = {token: token_piece(model, token) for token in set(ids) - self.pieces.keys()}
-        return [Pieces(p=new)] if new else []
 
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
         """Return the text of tokens as UTF-8. With ``names``, control tokens are written by name."""

@@ -560,9 +560,12 @@ def test_exported_file_works_from_disk_without_a_request(
 ) -> None:
     text = "".join(written(page))
     n_rows = page.locator(ROWS).count()
+    for is_marked in (True, False):
+        do(page, "set", node=chosen(page), bookmark=is_marked)
     file = exported(page, tmp_path)
     with from_disk(chromium, file) as page:
         assert "".join(tokens(page)) == text
+        told(page, "#marks", "^★ 0$")
         assert page.locator(ROWS).count() == n_rows
         page.locator("#text [data-token]").last.hover()
         page.locator("[data-alternative]").first.wait_for()

@@ -132,12 +132,12 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => {
-    const { flags, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
+    const { bookmark, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
     putNode(node);
     begun(cid, node);
     if (reason === "running" && node.reason !== reason)
       tell(`${plural(node.read ?? 0, "prompt token")} read${node.rate ? `, ${short(node.rate)} tokens/s` : ""}.`);
-    return ["tree", "text", "inspect", "live", ...(flags === node.flags ? [] : ["state"])];
+    return ["tree", "text", "inspect", "live", ...(bookmark === node.bookmark ? [] : ["state"])];
   },
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),

@@ -254,7 +254,7 @@ def test_two_branches_side_by_side(page: Page) -> None:
     columns = page.locator("#pair .column")
 
     def texts() -> list[str]:
-        page.wait_for_function("document.querySelectorAll('#pair .column .t').length > 1")
+        page.wait_for_function("() => document.querySelectorAll('#pair .column .t').length > 1")
         found: list[str] = columns.evaluate_all("all => all.map(each => each.textContent)")
         return found
 
@@ -464,7 +464,7 @@ def copied(page: Page, do: Callable[[], None]) -> str:
     """What an action copies. The browser writes the clipboard when it gets to it."""
     page.evaluate("navigator.clipboard.writeText('')")
     do()
-    page.wait_for_function("navigator.clipboard.readText().then(text => text.length > 0)")
+    page.wait_for_function("() => navigator.clipboard.readText().then(text => text.length > 0)")
     return str(page.evaluate("navigator.clipboard.readText()"))
 
 

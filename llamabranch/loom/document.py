@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Meta, Raw, Struct
 
 from ..model.tree import TextNode
+from ..request.fields import SamplingFields
 from .window import Window
 
 Number = float | None
@@ -26,10 +27,6 @@ Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
 # At most so many tokens; None = as the template does.
 Thinking = bool | Annotated[int, Meta(ge=0)] | None
-SETTINGS = (  # of a generated node, besides its seed, sampling and length
-    "stop", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
-)  # fmt: skip
-_FACTS = ("parent", "at", "kind", "by", "seed", "sampling", "max_tokens", "window", *SETTINGS)
 _GENERATED = frozenset("sfdbc")
 # Characters of a node's text: in general, in a list of more than _MANY nodes.
 _SHOWN, _LISTED, _MANY = 40, 20, 2000
@@ -41,6 +38,29 @@ class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
     r: int = 0
     t: int = 0
     cid: str = ""
+
+
+class Settings(Struct, kw_only=True, omit_defaults=True):
+    """How a text is sampled, where it stops, which grammar it follows, what else the model sees.
+
+    ``thinking`` is for chats, ``memory`` and ``authors_note`` are for texts.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    seed: Seed | None = None
+    sampling: SamplingFields | None = None
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
+
+
+SETTINGS = Settings.__struct_fields__
+_FACTS = ("parent", "at", "kind", "by", "window", *SETTINGS)
 
 
 class Head(Record, tag="head", kw_only=True):
@@ -65,35 +85,28 @@ class Turn(Struct, omit_defaults=True):
     text: str | None = None
 
 
-class Made(Record, tag="node", kw_only=True):
-    """A node. ``a`` is the revision of the action that made it; 0 = this record begins an action.
+class Made(Settings, tag_field="op", tag="node", kw_only=True):
+    """A node, and the settings that it was generated with.
 
-    ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
-    conversation also has ``tools`` and ``variables`` for the chat template. A generated node has all
-    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says which part of
-    the text was in the context; None = the whole text.
+    ``r``, ``t`` and ``cid`` are as in every record; ``a`` is the revision of the action that made it, and
+    0 = this record begins an action. ``turns`` are the turns of a conversation that begin or end in its
+    tokens. The node that begins the conversation also has ``tools`` and ``variables`` for the chat
+    template. The grammar of a generated node holds from the position ``ruled_from`` on, and ``window``
+    says which part of the text was in the context; None = the whole text.
     """
 
+    r: int = 0
+    t: int = 0
+    cid: str = ""
     id: str
     parent: str | None = None
     at: int = 0
     kind: str = "typed"
     by: str = "user"
     a: int = 0
-    seed: Seed | None = None
-    sampling: dict[str, object] = {}
-    stop: list[str] = []
-    max_tokens: int | None = None
-    grammar: str | None = None
-    json_schema: dict[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
     variables: dict[str, object] = {}
-    thinking: Thinking = None
-    memory: str = ""
-    authors_note: str = ""
     window: Window | None = None
     ruled_from: int | None = None
 
@@ -286,7 +299,7 @@ class Document:
         self.bars: dict[Mode, dict[str, object]] = {}
         self._n_made = 0
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: AnyRecord) -> None:
         """Carry out a record.
 
         Raises:

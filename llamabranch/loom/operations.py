@@ -9,11 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from ..model.text import n_common
-from ..request.fields import SamplingFields
 from ..serve.errors import HttpError
-from .document import Bar, Change, Document, Made, Node, Record, Turn, Undo, decoded, unread
+from .document import AnyRecord, Bar, Change, Document, Made, Node, Turn, Undo, decoded, unread
 from .live import PageJob
-from .loom import Do, Loom, text_grammar
+from .loom import BarFields, Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, common, messages_of, opened, write
 
 Answer = dict[str, object]
@@ -157,7 +156,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         return {"node": document.node_fields(node), "same": True, "at": new.at}
     record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
     if record.parent is None:
-        record.tools = root.tools or do.tools
+        record.tools = [*(root.tools or do.tools)]
     tokens = unread(name, new.ids, ("t" if record.parent else "p") * len(new.ids))
     (new_node,) = loom.make([record, tokens], do.cid)
     job = loom.start_scoring(new_node)
@@ -166,14 +165,13 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Keep the settings of texts or of chats. Invalid ones are refused."""
-    for mode, bar in do.set.items():
-        loom.params(Made(id="", sampling=msgspec.to_builtins(bar.sampling or SamplingFields())))
-        loom.check_count(bar.n or 1)
-        loom.check_mode(mode, bar)
-        await loom.asides(bar)
-        await text_grammar(bar)
-    for mode, bar in do.set.items():
-        loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
+    bar = do.bar or BarFields()
+    loom.params(bar)
+    loom.check_count(bar.n or 1)
+    loom.check_mode(do.mode, bar)
+    await loom.asides(bar)
+    await text_grammar(bar)
+    loom.add(Bar(mode=do.mode, fields=msgspec.to_builtins(bar)))
     loom.emit("set", {"bars": loom.document.bars})
     return {"bars": loom.document.bars}
 
@@ -188,7 +186,7 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     model = loom.service.model
     opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
     made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
-    records, src = list[Record](), "t" * len(opening.ids)
+    records, src = list[AnyRecord](), "t" * len(opening.ids)
     loom.learn(opening.ids)
     for record in made:
         record.turns = opening.turns if opening.at < at or opening.ids else []
@@ -250,7 +248,7 @@ async def _show(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    records: list[Record] = []
+    records: list[AnyRecord] = []
     if do.bookmark is not None:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
     if do.note is not None:

@@ -157,7 +157,7 @@ def test_a_picked_alternative_follows_the_bar(page: Page) -> None:
         {"max_tokens": 9, "choice": [" north", " south"]},
     ]
     for bar in bars:
-        do(page, "bar", set={"text": {**bar, "sampling": {"temperature": 0.5}}})
+        do(page, "bar", mode="text", bar={**bar, "sampling": {"temperature": 0.5}})
         told(page, "#bar-said", f"{bar['max_tokens']} tokens")
         picked = take(page, 5)
         made = asked(page, f"/loom/tokens?node={chosen(page)}&from=6")
@@ -165,7 +165,7 @@ def test_a_picked_alternative_follows_the_bar(page: Page) -> None:
         assert (made["nodes"][-1]["sampling"]["temperature"], picked != text) == (0.5, True)
         assert text in bar["choice"] if "choice" in bar else made["nodes"][-1]["n"] == 6
         press(page, "u", at="#text")
-    do(page, "bar", set={"text": {}})
+    do(page, "bar", mode="text", bar={})
 
 
 def test_what_differs_between_batches_only_is_not_shown(page: Page) -> None:
@@ -525,7 +525,7 @@ def test_what_the_model_no_longer_sees_is_dimmed(chromium: Browser, tmp_path: Pa
         node = shown(page, text)
         assert page.locator(".gone, [data-below]").count() == 0
         bar = {"n": 1, "max_tokens": 5, "memory": "A tale of the sea and of a king."}
-        do(page, "bar", set={"text": bar})
+        do(page, "bar", mode="text", bar=bar)
         press(page, "g", at="#text")
         made = chosen(page)
         window = asked(page, f"/loom/tokens?node={made}")["nodes"][-1]["window"]

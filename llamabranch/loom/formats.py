@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..request.fields import SamplingFields
 from ..serve.messages import in_words
 from . import page
-from .document import AnyRecord, Document, Made, Node, Tokens, decoded
+from .document import AnyRecord, Document, Head, Made, Node, Tokens, decoded
 from .journal import replay
 
 _MARKER = "llamabranch-loom"
@@ -168,6 +168,8 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     if data.startswith(_HEAD):
         document = Document()
         _, damage = replay(document, data)
+        if document.head is not None and document.head.version > Head().version:
+            raise ConfigError("a newer llamabranch has written this file")
         if damage is not None:
             raise ConfigError("the file is damaged at line {}: {}".format(*damage))
         _check(document)
@@ -191,7 +193,9 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     match value:
         case {"format": str(marker)} if marker == _MARKER:
             return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
-        case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), list):
+        case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), (list, str)):
+            if isinstance(chunks, str):
+                chunks = [{"type": "user", "content": chunks}]
             items = _items_of_session(chunks, most)
             items.bar = {
                 name: text for name, key in _NOTES.items() if (text := _note(value.get(key)))
@@ -227,6 +231,8 @@ def _unquoted(value: object) -> object:
 def _note(value: object) -> str:
     """Return the text of mikupad's memory or author's note, which a session writes in three parts."""
     match _unquoted(value):
+        case str(text):
+            return _whole_characters(text).strip()
         case {"text": str(text), **more} if text:
             parts = (more.get("prefix", ""), text, more.get("suffix", ""))
             whole = "".join(part for part in parts if isinstance(part, str))
@@ -239,13 +245,17 @@ def _items_of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Items:
     for number, chunk in enumerate(chunks, 1):
         if not (isinstance(chunk, dict) and isinstance(chunk.get("content"), str)):
             raise ConfigError(f"part {number} of this session's prompt has no text")
-    items = Items()
+    items, half = Items(), ""
     for is_typed, parts in groupby(chunks, lambda chunk: chunk.get("type") == "user"):
-        text = "".join(part["content"] for part in parts)  # two parts may share a character
+        text = half + "".join(part["content"] for part in parts)
+        half = text[-1:] if "\ud800" <= text[-1:] < "\udc00" else ""  # parts may share a character
+        text = text.removesuffix(half)
         by = "user" if is_typed else "import"
         items.append(Item(_whole_characters(text), len(items) - 1, by))
         if len(items) > most:
             raise _too_large(most)
+    if items:
+        items[-1].text += _whole_characters(half)
     if not any(item.text for item in items):
         raise ConfigError("this session has no text")
     return items

@@ -329,6 +329,16 @@ def test_sessions_of_mikupad_are_read() -> None:
         assert [item.text for item in items] == TOLD
         assert [item.parent for item in items] == [-1, 0, 1]
         assert [item.by for item in items] == ["user", "import", "user"]
+    (item,) = read({"prompt": json.dumps("One text, as old files have it.")})
+    assert (item.text, item.by) == ("One text, as old files have it.", "user")
+    parts = [
+        {"type": "user", "content": "a \ud83e"},
+        {"type": "ai", "content": "\udd8a fox \ud83e"},
+    ]
+    texts = [item.text for item in read({"prompt": parts})]
+    assert texts == ["a ", "\N{FOX FACE} fox \ufffd"]  # two parts share a character
+    items = read({"prompt": CHUNKS, "memoryTokens": "A queen."})
+    assert isinstance(items, formats.Items) and items.bar == {"memory": "A queen."}
     with pytest.raises(ConfigError, match="at most 2 nodes"):
         read(mikupad(CHUNKS), 2)
 

@@ -9,7 +9,7 @@ import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, 
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, startLive } from "./live.js";
+import { drawLive, fold } from "./live.js";
 import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
@@ -30,7 +30,7 @@ function keepPlace() {
   const { current, doc } = store;
   if (!current || current === doc.current || !net.connected || exported()) return;
   doc.current = current;
-  void act("set", { node: current, current: true });
+  void act("show", { node: current });
 }
 
 /** What happens once the reader stays at a node: text without numbers, such as imported text, is scored when first seen. */
@@ -144,19 +144,19 @@ const run = {
     tell("Deleted; u brings it back.");
   },
   undo: () => inTurn(async () => {
-    const { op, node } = (await act("undo"))?.undone ?? {};
+    const answer = await act("undo"), { op, node } = answer?.undone ?? {};
     if (op) putNode(node);
     const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
     if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
-    tell(op ? "Undone." : "There is nothing to undo.");
+    if (answer) tell("Undone.");
   }),
   redo: () => inTurn(async () => {
-    const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
+    const answer = await act("redo"), { op, node, nodes = [] } = answer?.redone ?? {};
     if (op) putNode(node);
     if (op === "delete" && node.flags & FLAGS.deleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
-    tell(op ? "Redone." : "There is nothing to redo.");
+    if (answer) tell("Redone.");
   }),
   find: () => $("find").focus(),
   copy: copyText,
@@ -237,7 +237,7 @@ export function drawState() {
   for (const id of ["columns", "lens-line", "legend", "actions", "bar-row"]) $(id).hidden = empty;
   attribute(root, "data-empty", empty && (store.nodes.size ? "text" : "all"));
   $("start").disabled = !canWrite;
-  $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
+  $("loading").textContent = state === "model-loading" ? doc.loading : "";
   if (empty && was) $("begin").focus();
   if (store.drafts.begin && !empty && reopened) store.drafts.begin.open = false;
   if (empty) drawBeginning(model);
@@ -302,7 +302,7 @@ export function start() {
   });
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
-  paints("live", startLive());
+  paints("live", drawLive);
   listeners.push((name, { state, node }) => {
     if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
   });

@@ -182,9 +182,7 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document:
             except msgspec.MsgspecError as error:
                 raise _refused("the file", error) from None
             return _ours(_document(records, "record"), most, is_ours)
-        case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), (list, str)):
-            if isinstance(chunks, str):
-                chunks = [{"type": "user", "content": chunks}]
+        case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), list):
             session = _of_session(chunks, most)
             notes = {name: _note(value.get(key)) for name, key in _NOTES.items()}
             session.apply(Bar(mode="text", fields={**notes}))

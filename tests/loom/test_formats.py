@@ -345,8 +345,6 @@ def test_sessions_of_mikupad_are_read() -> None:
         assert [item.text for item in items] == TOLD
         assert [item.parent for item in items] == [-1, 0, 1]
         assert [item.by for item in items] == ["user", "import", "user"]
-    (item,) = read({"prompt": json.dumps("One text, as old files have it.")})
-    assert (item.text, item.by) == ("One text, as old files have it.", "user")
     parts = [
         {"type": "user", "content": "a \ud83e"},
         {"type": "ai", "content": "\udd8a fox \ud83e"},

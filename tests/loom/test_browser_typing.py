@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -340,6 +341,24 @@ def test_an_error_is_told_at_the_box_and_the_text_stays(page: Page) -> None:
     page.unroute("**/loom/do")
     press(page, "Escape")
     assert page.locator("#text").inner_text().endswith("Another short text")
+
+
+def test_what_is_typed_while_the_document_is_on_its_way_stays(page: Page) -> None:
+    shown(page, "A short text")
+    held: list[Any] = []
+    older: list[Any] = []
+    late = re.compile("/loom/doc")
+    page.route(late, lambda route: route.continue_() if older else held.append(route))
+    page.evaluate("() => import('/app/net.js').then(({fetchDoc}) => void (fetchDoc(), fetchDoc()))")
+    page.locator("#text").press("Enter")
+    older += [route.fetch() for route in held]
+    page.locator(BOX).fill(" and its end")
+    with page.expect_response("**/loom/do"):
+        page.keyboard.press("Escape")
+    for route, answer in reversed([*zip(held, older, strict=True)]):
+        route.fulfill(response=answer)
+    idle(page)
+    assert page.locator("#text").inner_text() == "A short text and its end"
 
 
 def test_pasting_three_megabytes_is_refused_at_the_box(chromium: Browser, served: Opened) -> None:

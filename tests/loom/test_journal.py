@@ -456,7 +456,7 @@ def test_tabs_that_act_at_once_get_nodes_of_their_own(tmp_path: Path) -> None:
         with ThreadPoolExecutor() as pool:
             [*pool.map(act, range(4))]
         assert {*statuses} <= {200, 202, 409} and statuses.count(409) <= 16
-        page.wait(lambda: not page.loom.running)
+        page.wait(lambda: not page.loom.jobs)
     assert len(read(tmp_path / FILE).nodes) >= 4 * 12
 
 

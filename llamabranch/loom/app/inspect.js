@@ -4,7 +4,7 @@ import { $, attribute, fill, h, label, percent, plural, rough, visible } from ".
 import { barOf, settingsOf } from "./bar.js";
 import { SOURCES, lens, looks, sourceOf, sparing } from "./lenses.js";
 import { act } from "./net.js";
-import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
+import { look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { attend, moveTo, named, pointedAt, topsAt } from "./text.js";
 import { isChat } from "./turns.js";
@@ -92,7 +92,7 @@ function origin(c, i) {
     memory ? fact("memory", visible(memory)) : [], aside ? fact("author’s note", visible(aside)) : [],
     node.read != null ? fact("read", `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`) : [],
     node.note ? fact("note", visible(node.note)) : [],
-    node.flags & FLAGS.bookmark ? fact("bookmark", "★") : []),
+    node.bookmark ? fact("bookmark", "★") : []),
   h("details", { open: isDetailed, ontoggle: (/** @type {any} */ event) => (isDetailed = event.target.open) }, h("summary", {}, "Details"),
     h("dl", { class: "facts" },
     c.lp[i] <= 0 ? fact("exact", `p ${Math.exp(c.lp[i]).toPrecision(6)}, ln p ${c.lp[i].toPrecision(6)}, entropy ${c.h[i].toPrecision(6)}`) : [],
@@ -119,7 +119,7 @@ export function drawInspector() {
   }
   const owner = store.nodes.get(ownerOf(c, i) ?? "");
   const top = topsAt(i);
-  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
+  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.bookmark, owner?.note, owner?.seed,
     owner?.read, owner?.rounds.length, owner?.max_tokens, c.al[i], Math.max(view.cursor, view.reading) >= 0, lens.name, sparing()].join();
   if (drawnFor === key) return; // an element under the mouse or with the focus stays
   drawnFor = key;

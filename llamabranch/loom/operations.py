@@ -54,6 +54,9 @@ async def _run(loom: Loom, do: Do, operation: _Operation) -> Answer:
     least = int(do.node is not None and not do.edit)  # an edit of all is a new root
     if not least <= at <= node.end:
         raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
+    is_gone = any(owner.deleted for owner, *_ in node.stretches(0, at))
+    if is_gone and do.op in ("type", "chat", "continue", "fork"):  # in another tab
+        raise HttpError(409, "this branch was deleted; undo brings it back", param="node")
     return await operation.run(loom, do, node, at)
 
 
@@ -71,7 +74,7 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         if not text and not old:
             return {"node": document.node_fields(node), "same": True}
     ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
-    if not at and not ids:
+    if not text and not document.bytes_of(node.tokens(at)):
         raise HttpError(400, "the text is empty", param="text")
     parent = do.node if at else None
     name, (kind, src) = document.name(), ("typed", "t") if parent else ("prompt", "p")

@@ -375,6 +375,24 @@ def test_pasting_three_megabytes_is_refused_at_the_box(chromium: Browser, served
         told(page, ".typing .wrong", "would have 3,250,000 characters")
 
 
+def test_line_ends_that_a_box_does_not_have_stay(page: Page) -> None:
+    session = {"prompt": [{"type": "ai", "content": "A fox\r\nand a dog\r\nwent out."}]}
+    node = shown(page, json.dumps(session))
+    count = "import('/app/store.js').then(({store}) => store.nodes.size)"
+    n = page.evaluate(count)
+    page.locator("#text [data-token]", has_text="dog").dblclick()
+    page.locator(BOX).wait_for()
+    press(page, "Escape", at=BOX)  # nothing has changed
+    assert page.evaluate(count) == n
+    page.locator("#text [data-token]", has_text="dog").dblclick()
+    page.locator(BOX).fill(page.locator(BOX).input_value().replace("dog", "cat"))
+    press(page, "Escape", at=BOX)
+    nodes = asked(page, "/loom/doc")["nodes"]["id"]
+    assert len(nodes) == n + 1 and nodes[-1] != node
+    text = page.evaluate("import('/app/text.js').then(({shownPath}) => shownPath().text.join(''))")
+    assert text.endswith("A fox\r\nand a cat\r\nwent out.")
+
+
 def test_two_tabs_have_drafts_of_their_own(page: Page) -> None:
     node = shown(page, "A text in two tabs")
     other = page.context.new_page()

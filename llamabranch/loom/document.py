@@ -468,7 +468,8 @@ class Document:
             "deleted": node.deleted, "bookmark": node.bookmark,
             "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
             "note": node.note, "hidden": node.hidden,
-            "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
+            "turns": [(turn.role, turn.at, turn.begin, turn.end) for turn in record.turns],
+            "lp": round(sum(lp) / len(lp), 2) if lp else None,
             "h": round(sum(h) / len(h), 2) if h else None, "known": len(lp),
         }  # fmt: skip
 
@@ -496,11 +497,6 @@ class Document:
         return columns
 
 
-def turn_columns(turns: Iterable[Turn]) -> list[tuple[str, int, int, int | None]]:
-    """Return turns as the page gets them: role, ``at``, ``begin``, ``end``."""
-    return [(turn.role, turn.at, turn.begin, turn.end) for turn in turns]
-
-
 def _bytes(piece: Piece, *, names: bool) -> bytes:
     if isinstance(piece, str):
         return piece.encode()
@@ -514,14 +510,9 @@ def short(x: float) -> Number:
     return float(str(np.float32(x))) if math.isfinite(x) else None
 
 
-class _Alternative(Struct, array_like=True):
-    token: int
-    lp: Number
+_top = msgspec.json.Decoder(list[tuple[int, Number]])
 
 
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
     """Return the most probable tokens at a position with their log-probabilities."""
-    return [
-        (alternative.token, alternative.lp)
-        for alternative in msgspec.json.decode(raw, type=list[_Alternative])
-    ]
+    return _top.decode(raw)

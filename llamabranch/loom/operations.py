@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -77,14 +77,19 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     if not text and not document.bytes_of(node.tokens(at)):
         raise HttpError(400, "the text is empty", param="text")
     parent = do.node if at else None
-    name, (kind, src) = document.name(), ("typed", "t") if parent else ("prompt", "p")
+    kind, src = ("typed", "t") if parent else ("prompt", "p")
     # Tokens after an edit that are as before keep their sources.
     n_same = n_common(ids[::-1], old[::-1])
     kept = [owner.src[i] for owner, a, b in node.stretches(node.end - n_same) for i in range(a, b)]
-    record, sources = Made(id=name, parent=parent, at=at, kind=kind), src * (len(ids) - n_same)
-    (new,) = loom.make([record, unread(name, ids, sources + "".join(kept))], do.cid)
+    record = Made(id=document.name(), parent=parent, at=at, kind=kind)
+    return _new_text(loom, do, record, ids, src * (len(ids) - n_same) + "".join(kept))
+
+
+def _new_text(loom: Loom, do: Do, record: Made, ids: Sequence[int], src: str) -> Answer:
+    """Make a node of a text that the user wrote, and score it."""
+    (new,) = loom.make([record, unread(record.id, ids, src)], do.cid)
     job = loom.start_scoring(new)
-    return {"node": document.node_fields(new), "same": False, "job": job.id}
+    return {"node": loom.document.node_fields(new), "same": False, "job": job.id}
 
 
 async def _example(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -131,8 +136,8 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     elif do.role == "assistant":
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
     loom.check_mode("chat", do)
-    root, name = beginning(node), document.name()
-    record = Made(id=name, kind="chat", variables=root.variables, thinking=do.thinking)
+    root = beginning(node)
+    record = Made(id=document.name(), kind="chat", variables=root.variables, thinking=do.thinking)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -160,10 +165,7 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
     if record.parent is None:
         record.tools = [*(root.tools or do.tools)]
-    tokens = unread(name, new.ids, ("t" if record.parent else "p") * len(new.ids))
-    (new_node,) = loom.make([record, tokens], do.cid)
-    job = loom.start_scoring(new_node)
-    return {"node": document.node_fields(new_node), "same": False, "job": job.id}
+    return _new_text(loom, do, record, new.ids, ("t" if record.parent else "p") * len(new.ids))
 
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:

@@ -275,7 +275,12 @@ class Loom(Live):
             line = text if text[-1:].isspace() else f"{text}\n"
             asides += [await self.service.tokenize(line, add_special=False) if text.strip() else []]
             if sum(map(len, asides)) > most:
-                told = f"{said} has {len(asides[-1]):,} tokens; half of the context is {most:,}"
+                both = (
+                    f"{' and '.join(ASIDES.values())} have"
+                    if len(asides[-1]) <= most
+                    else f"{said} has"
+                )
+                told = f"{both} {sum(map(len, asides)):,} tokens; half of the context is {most:,}"
                 raise HttpError(400, told, param=name)
         return asides
 

@@ -262,6 +262,17 @@ def test_two_branches_side_by_side(page: Page) -> None:
         return "".join(page.locator("#text > :not(#pair) .t").all_inner_texts())
 
     assert (shared(), texts()) == ("The old king slept all", [" night.", " day."])
+    press(page, "Delete", at="#text")  # then the text goes on as the other one: nothing to compare
+    page.locator("#pair").wait_for(state="detached")
+    assert page.locator("#beside").is_hidden() and page.locator(".shoot").count() == 2
+    press(page, "u", at="#text")
+    show(page, made[0])
+    press(page, "d", at="#text")
+    do(page, "delete", node=made[1])  # as another tab does
+    page.locator("#pair").wait_for(state="detached")
+    do(page, "undo")
+    press(page, "d", at="#text")
+    assert (shared(), texts()) == ("The old king slept all", [" night.", " day."])
     for i, word in enumerate(("night", "day")):
         line = sides.nth(i).locator(".parting").inner_text()
         columns.nth(i).locator("[data-token]").first.hover()  # the inspector has the same number
@@ -533,7 +544,7 @@ def test_what_the_model_no_longer_sees_is_dimmed(chromium: Browser, tmp_path: Pa
         line = page.locator("[data-below]").get_attribute("data-below") or ""
         assert line.startswith("The model no longer sees what is above")
         assert line.endswith(f"(memory: {window['memory']} tokens stay)")
-        told(page, "#lens-line", r"^The model sees the text from the line on: \d+ tokens")
+        told(page, "#lens-line", r"^The model sees what is below the line: \d+ tokens")
         press(page, "Home", at="#text")
         whole = asked(page, f"/loom/tokens?node={made}&n={window['from']}")["parts"]
         words = [str(word) for part in whole for word in part["text"]]

@@ -513,6 +513,9 @@ def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) ->
     for name in ("memory", "authors_note"):
         refused = page.do("continue", 400, node=root["id"], **{name: "far too long " * 99})["error"]
         assert refused["param"] == name and "of the context" in refused["message"]
+    both = {"memory": "a king " * 40, "authors_note": "a queen " * 40}  # each one has room
+    message = page.do("continue", 400, node=root["id"], **both)["error"]["message"]
+    assert message.startswith("the memory and the author's note have ")
     page.do("continue", 400, node=root["id"], thinking=True)
 
 

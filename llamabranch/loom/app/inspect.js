@@ -1,6 +1,6 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, where it came from, its branch.
-import { $, attribute, fill, h, label, percent, plural, rough, visible } from "./dom.js";
+import { $, attribute, clip, fill, h, label, percent, plural, rough, visible } from "./dom.js";
 import { barOf, settingsOf } from "./bar.js";
 import { SOURCES, lens, looks, sourceOf, sparing } from "./lenses.js";
 import { act } from "./net.js";
@@ -77,6 +77,9 @@ function rule(c, i) {
 
 let isDetailed = false; // the details are open
 
+/** The beginning of a text that may be long. @param {string} text */
+const brief = (text) => visible(text.length > 120 ? `${clip(text, 120)}…` : text);
+
 /** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */
 function origin(c, i) {
   const node = store.nodes.get(ownerOf(c, i) ?? "");
@@ -89,7 +92,7 @@ function origin(c, i) {
   return [h("h3", {}, "Origin"), h("dl", { class: "facts" },
     fact("source", /** @type {any} */ (SOURCES)[sourceOf(c, i)] ?? "unknown"),
     isModels ? fact("written with", settingsOf({ ...node, seed: null }, isChat(c) ? "chat" : "text").join(", ")) : [],
-    memory ? fact("memory", visible(memory)) : [], aside ? fact("author’s note", visible(aside)) : [],
+    memory ? fact("memory", brief(memory)) : [], aside ? fact("author’s note", brief(aside)) : [],
     node.read != null ? fact("read", `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`) : [],
     node.note ? fact("note", visible(node.note)) : [],
     node.bookmark ? fact("bookmark", "★") : []),

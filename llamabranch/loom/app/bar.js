@@ -24,7 +24,7 @@ export const barOf = (mode) => store.doc.bars?.[mode] ?? FIRST[mode];
 const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind]) ?? "free";
 
 /** The thinking of a bar in words. @param {Bar["thinking"]} thinking */
-const thinkingOf = (thinking) => thinking == null ? "" : thinking === false ? "no thinking"
+const thinkingOf = (thinking) => thinking == null ? "" : !thinking ? "no thinking"
   : thinking === true ? "thinking" : `thinking for ${plural(thinking, "token")} at most`;
 
 /** The bar in words: every setting that acts. @param {string} mode */
@@ -36,6 +36,7 @@ export function settingsOf(bar, mode) {
   const { max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
   const acting = { ...store.doc.model?.sampling, ...bar.sampling };
   const known = NUMBERS_OF_BAR.map(([name]) => name);
+  if (acting.temperature === 0) acting.top_p = acting.top_k = acting.min_p = null; // the most probable token is always among those
   const numbers = [...NUMBERS_OF_BAR.filter(([name, , none]) => acting[name] != null && acting[name] !== none)
     .map(([name, words]) => `${words} ${short(acting[name])}`),
   ...Object.keys(acting).filter((name) => !known.includes(name)).map((name) => `${name.replaceAll("_", " ")} ${acting[name]}`)];
@@ -72,6 +73,7 @@ function read(form) {
   for (const name of ["memory", "authors_note"]) bar[name] = String(data.get(name) ?? "").trim();
   const thinking = of("thinking");
   if (thinking) bar.thinking = thinking === "on" ? typedNumber(of("budget"), "thinking, at most", true) ?? true : false;
+  if (Number(bar.thinking) < 0) throw new Error("thinking, at most: it must be 0 or more");
   const kind = of("kind"), text = String(data.get("follow") ?? "");
   if (kind === "free") return clean(bar);
   if (!text.trim()) throw new Error(`Write ${FOLLOWS[kind]}, or choose free text.`);

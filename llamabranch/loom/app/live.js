@@ -1,7 +1,6 @@
 // @ts-check
 // The instrument: what runs, and rounds of speculation with their totals.
 import { $, attribute, fill, h, percent, plural, redraw, rough, set, short, visible } from "./dom.js";
-import { listeners } from "./net.js";
 import { pieces, store, texts } from "./store.js";
 import { named } from "./text.js";
 
@@ -9,7 +8,6 @@ import { named } from "./text.js";
 
 const LISTED = 60; // the most rounds that are shown
 let isOpen = false;
-/** @type {Map<string, string>} tokens a second, by node */ const rates = new Map();
 let drawn = "";
 
 /** The job that runs, the newest one that writes or reads. */
@@ -53,10 +51,11 @@ function drawRounds(/** @type {Loose[]} */ all) {
   h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" }, all.slice(-LISTED).map(roundLine))];
 }
 
-function drawLive() {
+export function drawLive() {
   const all = rounds(), running = runningJob(), body = $("live-body");
-  const rate = (running ? "" : rates.get(store.current ?? "")) ?? "";
-  set($("live-line"), { textContent: running?.message ?? [all.length && totals(all).said, rate].filter(Boolean).join(" · ") });
+  const rate = !running && store.nodes.get(store.current ?? "")?.rate;
+  set($("live-line"), { textContent: running?.message
+    ?? [all.length && totals(all).said, rate && `${short(rate)} tokens/s`].filter(Boolean).join(" · ") });
   set(body, { hidden: !isOpen });
   attribute($("fold"), "aria-expanded", String(isOpen));
   const key = `${all.length} ${all.at(-1)?.node} ${Boolean(running)}`;
@@ -74,11 +73,4 @@ export function fold(/** @type {boolean} */ to = !isOpen) {
   isOpen = to;
   drawn = "";
   redraw(["live", "text", "tree"]);
-}
-
-export function startLive() {
-  listeners.push((name, data) => {
-    if (name === "end" && data.rate) rates.set(data.node, `${short(data.rate)} tokens/s`);
-  });
-  return drawLive;
 }

@@ -2,14 +2,14 @@
 // The page as a whole: its actions, its state, its parts. Everything else is in the modules that it imports.
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
 import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
-import { act, connect, listeners, net } from "./net.js";
+import { act, connect, net } from "./net.js";
 import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
 import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { openBar, sentenceOf } from "./bar.js";
 import { drawInspector, takeAt } from "./inspect.js";
-import { fold, startLive } from "./live.js";
+import { drawLive, fold } from "./live.js";
 import { forkOf, putBeside, startBeside } from "./beside.js";
 import { copyText, startCopy } from "./copy.js";
 import { ACTIONS, helpOfKeys, keysOf, startKeys } from "./keys.js";
@@ -23,7 +23,6 @@ const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
 
 const staying = later(250);
-/** @type {Set<string | null>} nodes whose texts were looked at */ const seen = new Set();
 
 /** Tell the server which node is shown: a reload and an export begin there. */
 function keepPlace() {
@@ -38,8 +37,8 @@ function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
-  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || seen.has(store.current) || n > store.doc.model.n_ctx) return;
-  seen.add(store.current);
+  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || store.looked.has(store.current) || n > store.doc.model.n_ctx) return;
+  store.looked.add(store.current);
   if (lp.slice(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
 
@@ -125,12 +124,12 @@ const run = {
   note: () => {
     const node = selected();
     if (!node) return;
-    const name = `note ${node.id}`, draft = () => ({ node: node.id, end: store.end });
-    ask("Note", [["note", "note on this branch", store.drafts[name]?.text ?? node.note]], "Keep",
-      ({ note }) => act("set", { node: node.id, note }).then((answer) => (answer && keepDraft(name, null), answer)));
-    const dialog = $("dialog");
-    keepTyped(dialog.querySelector("textarea"), name, dialog.querySelector(".wrong"), draft);
-    dialog.querySelector("button:not(.main)").onclick = () => keepDraft(name, null);
+    const name = `note ${node.id}`, forget = () => keepDraft(name, null);
+    const area = h("textarea", { value: store.drafts[name]?.text ?? node.note, dir: "auto", spellcheck: false });
+    ask("Note", [h("label", {}, h("span", {}, "note on this branch"), area)], { keep: "Keep" },
+      async () => (await act("set", { node: node.id, note: area.value })) && (forget(), $("dialog").close()));
+    keepTyped(area, name, $("dialog").querySelector(".wrong"), () => ({ node: node.id, end: store.end }));
+    $("dialog").querySelector("[type=button]").onclick = forget; // Cancel
   },
   delete: async () => {
     const segment = segmentOf(store.current);
@@ -162,12 +161,12 @@ const run = {
   copy: copyText,
   mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
-  help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
-  exact: () => ask("Exact replay is off", [], "", () => {}, [
+  help: () => ask("Help and keys", helpOfKeys()),
+  exact: () => ask("Exact replay is off", [
     h("p", {}, "With the same seed the model can still write another text: while it writes several texts, numbers are rounded in another order."),
     h("p", {}, "The option ", h("code", {}, "-S exact=true"), " of ", h("code", {}, "llamabranch open"), " turns it on. "
       + "Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
-  menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
+  menu: () => ask("Menu", [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
         { mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
@@ -302,10 +301,7 @@ export function start() {
   });
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
-  paints("live", startLive());
-  listeners.push((name, { state, node }) => {
-    if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
-  });
+  paints("live", drawLive);
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);

@@ -5,8 +5,6 @@ import { putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.j
 
 export const net = { session: true, connected: true };
 let links = 0; // links used so far: a request sent before the last link says nothing about the new session
-/** @type {((name: string, data: any) => void)[]} functions that get each event, too */
-export const listeners = [];
 
 /** Answers the page's requests: here the server, in an exported file its data block. */
 export const backend = {
@@ -141,12 +139,13 @@ const EVENTS = {
   round: (data) => (putRound(data), ["live"]),
   end: (data) => {
     const node = store.nodes.get(data.node);
-    if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached });
+    if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached, rate: data.rate });
     tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
     return ["tree", "text", "inspect", "legend"];
   },
   job: (data) => {
     store.jobs.set(data.id, data);
+    if (data.state === "stopped") store.looked.add(data.node).add(store.current); // otherwise the page would begin to process it again
     const message = data.error?.message;
     if (message) tell(message);
     return ["state", "live", "inspect", "legend"];
@@ -180,7 +179,6 @@ function listen() {
       await fetched;
       const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
       redraw(handle(data), !isFirst && ["tokens", "round"].includes(name));
-      for (const listener of listeners) listener(name, data);
     });
   }
 }

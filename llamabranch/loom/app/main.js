@@ -58,10 +58,8 @@ function drawWhere() {
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
     && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
   if (was && !reply.hidden) followEnd();
-  for (const id of ["bar-said", "bar-begin"]) {
-    const said = sentenceOf(mode());
-    if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
-  }
+  const said = sentenceOf(mode());
+  if ($("bar-said").firstChild?.textContent !== said) fill($("bar-said"), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
 }
 
 /** A branch was deleted: show the place where it began, or the first screen if it was a whole text. @param {any} node */

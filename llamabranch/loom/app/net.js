@@ -4,20 +4,18 @@ import { busy, hush, openLink, plural, redraw, short, tell, warn } from "./dom.j
 import { putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
-let links = 0; // links used so far: a request sent before the last link says nothing about the new session
 
 /** Answers the page's requests: here the server, in an exported file its data block. */
 export const backend = {
   /** @param {string} path @param {RequestInit} [init] @returns {Promise<any>} */
   async ask(path, init) {
-    const link = links;
     busy(1);
     try {
       const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
       if (!net.connected && events?.readyState === EventSource.OPEN) connection(true); // only a request was lost
       const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
       if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
-      if (answer.status === 401 && link === links) {
+      if (answer.status === 401) {
         net.session = false;
         redraw(["state"]);
       }
@@ -186,9 +184,6 @@ function listen() {
 /** Exchange the link's token for a session, fetch the document, listen. */
 export async function connect() {
   addEventListener("hashchange", connect, { once: true }); // a fresh link in the same tab
-  if (await openLink()) {
-    links += 1;
-    net.session = true;
-  }
+  await openLink();
   listen();
 }

@@ -77,7 +77,6 @@ function openBox(what, focuses = true) {
   const text = h("textarea", { spellcheck: false, dir: "auto", value: draft.text ?? was, "aria-label": words });
   const role = h("select", { "aria-label": "Role" }, roles.map((/** @type {string} */ value) => h("option", { value }, value)));
   const wrong = h("p", { class: "wrong", role: "alert" });
-  const note = kind === "turn" && speaker === "assistant" ? "" : controlNote(!isChat(c));
   const remove = () => steady(() => {
     opened = null;
     form.remove();
@@ -106,7 +105,7 @@ function openBox(what, focuses = true) {
     h("div", { class: "foot" }, wrong, h("p", { class: "row" }, h("span", { class: "dim" }, words), roles.length > 1 && role,
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
       h("button", { type: "button", onclick: () => keep(false) }, "Keep as a branch ", h("kbd", {}, "Esc")),
-      h("button", { type: "button", onclick: close }, "Discard")), note && h("p", { class: "note" }, note)));
+      h("button", { type: "button", onclick: close }, "Discard"))));
   const save = keepTyped(text, place, wrong, () => (text.value === was ? null : { ...draft, role: role.value }));
   const park = () => {
     save();
@@ -166,13 +165,6 @@ export function savedSentence() {
     unsaved && `${plural(unsaved, "text")} ${unsaved === 1 ? "is" : "are"} only in memory`,
     typed && `${typed === 1 ? "a text" : `${typed} texts`} you are typing ${typed === 1 ? "is" : "are"} kept in this tab`].filter(Boolean).join("; ") + ".";
 }
-
-/** What a box says about control tokens. @param {boolean} parsed */
-const controlNote = (parsed) => {
-  const { eos, chat } = store.doc.model ?? {};
-  if (!eos || (!parsed && !chat)) return "";
-  return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
-};
 
 /** Type after a position. @param {number} at */
 export const type = (at) => openBox({ kind: "type", at });

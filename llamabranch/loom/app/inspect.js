@@ -100,31 +100,24 @@ function origin(c, i) {
     token: `${c.ids[i]} at ${i}`, bytes: !isPlain && bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ") }))];
 }
 
-/** @type {any} */ let drawnFor = null;
-
 export function drawInspector() {
   const [c] = pointedAt();
   const i = inspected();
   const box = $("token");
   if (i < 0) {
-    drawnFor = null;
     $("main").classList.remove("tapped");
     return fill(box, h("p", { class: "dim" }, "Point at a token to see what else the model had in mind."));
   }
-  const owner = store.nodes.get(ownerOf(c, i) ?? "");
-  const top = topsAt(i);
-  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, owner?.max_tokens, c.al[i], Math.max(view.cursor, view.reading) >= 0, lens.name, sparing()].join();
-  if (drawnFor === key) return; // an element under the mouse or with the focus stays
-  drawnFor = key;
-  const isNext = i === c.n;
-  const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
-  fill(box,
+  const isNext = i === c.n, isTapped = Math.max(view.cursor, view.reading) >= 0;
+  const content = h("div", { "data-of": `${i} ${isTapped}` },
     h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i]))),
     !isNext && [numbers(c, i), rule(c, i)], alternatives(c, i), !isNext && origin(c, i));
+  if (box.firstChild?.isEqualNode(content)) return; // an element under the mouse or with the focus stays
+  const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
+  fill(box, content);
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
   // On a phone the tapped token is inspected below the text.
-  $("main").classList.toggle("tapped", Math.max(view.cursor, view.reading) >= 0);
+  $("main").classList.toggle("tapped", isTapped);
   if (innerWidth <= 900) $("text").querySelector(".cursor")?.scrollIntoView({ block: "nearest" });
 }

@@ -56,7 +56,7 @@ function drawWhere() {
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
-    && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
+    && ["ready", "disk-error"].includes(stateOf(net)));
   if (was && !reply.hidden) followEnd();
   const said = sentenceOf(mode());
   if ($("bar-said").firstChild?.textContent !== said) fill($("bar-said"), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
@@ -180,7 +180,7 @@ const run = {
     redraw(["state", "tree", "text", "inspect", "where"]);
   },
   theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
-  fold: () => fold(),
+  fold,
 };
 
 // --- around the text: state, header, panes ---
@@ -224,11 +224,11 @@ export function drawState() {
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
   $("actions").lastChild.hidden = !["generating", "reading-again"].includes(state);
   $("view").hidden = exported();
-  $("undo").disabled = !doc.undo || exported();
-  $("redo").disabled = !doc.redo || exported();
+  $("undo").disabled = !doc.undo;
+  $("redo").disabled = !doc.redo;
   $("saved").title = savedSentence();
   if (doc.boot != null && !reopened) reopened = (reopen(run), true);
-  const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
+  const empty = state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
   const was = $("empty").hidden;
   $("empty").hidden = !empty;
   for (const id of ["columns", "lens-line", "legend", "actions", "bar-row"]) $(id).hidden = empty;
@@ -248,7 +248,7 @@ export function drawState() {
 /** Show what can be done with the turn under the mouse. @param {any} event */
 function showTools({ target }) {
   const block = target.closest?.("[data-turn]"), tools = $("turn-tools"), turn = shownPath().turns[Number(block?.dataset.turn ?? -1)];
-  tools.hidden = !turn || view.typingAt >= 0 || exported() || stateOf(net) === "read-only";
+  tools.hidden = !turn || view.typingAt >= 0 || stateOf(net) === "read-only";
   if (tools.hidden || !turn) return;
   let first = block;
   while (first.previousSibling?.dataset.turn === block.dataset.turn) first = first.previousSibling;

@@ -7,7 +7,7 @@ import { segmentOf } from "./tree.js";
 import { attend, place, shownPath, steady } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, mode, selected, showPane, whereTo } from "./where.js";
+import { mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {
@@ -65,14 +65,15 @@ export function keepTyped(field, name, wrong, draft = () => (field.value ? {} : 
 /** Open a box to write in. An edit is in the place of the text. @param {Omit<Draft, "node" | "end"> & Partial<Draft>} what
  * @param {boolean} [focuses] */
 function openBox(what, focuses = true) {
-  if (opened || exported() || !$("empty").hidden) return;
+  if (opened || !$("empty").hidden) return;
   if (document.documentElement.dataset.state === "read-only") return tell("This document is read-only.");
   showPane("text");
   const draft = { node: store.current, end: store.end, ...what }, { kind, at } = draft, c = shownPath(), turn = c.turns[draft.turn ?? -1], isEdit = kind === "edit" || kind === "turn";
   const was = isEdit ? c.text.slice(at, turn?.end).join("") : "", speaker = turn?.role ?? "";
-  const words = kind === "type" ? `Type ${whereTo()}` : kind === "reply" ? "Reply" : kind === "edit" ? "Edit from this line on"
-    : speaker === "assistant" ? "Edit the answer" : `Edit what the ${speaker} says`;
-  const verb = kind === "reply" ? "Send" : kind !== "turn" ? "Continue" : speaker === "assistant" ? "Continue it" : "Ask again";
+  const [words, verb] = {
+    type: [`Type ${whereTo()}`, "Continue"], edit: ["Edit from this line on", "Continue"], reply: ["Reply", "Send"],
+    turn: speaker === "assistant" ? ["Edit the answer", "Continue it"] : [`Edit what the ${speaker} says`, "Ask again"],
+  }[kind];
   const roles = kind === "reply" ? store.doc.model?.chat?.roles ?? ["user"] : [], place = nowAt();
   const text = h("textarea", { spellcheck: false, dir: "auto", value: draft.text ?? was, "aria-label": words });
   const role = h("select", { "aria-label": "Role" }, roles.map((/** @type {string} */ value) => h("option", { value }, value)));

@@ -178,9 +178,7 @@ function wording(segment) {
     isCut = tokens.n < end || end < Math.min(n, to - at);
     if (isCut || pieces.length >= WORDED) break;
   }
-  const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
-  while (isInside(pieces[0])) pieces.shift();
-  const said = texts(pieces).join("").replace(/\ufffd+$/, "");
+  const said = texts(pieces).join("").replace(/^\ufffd+|\ufffd+$/g, ""); // parts of characters
   const found = { key, role, words: (isCut ? clip(said, said.length - 1) : said).trimStart() }; // the last character may be incomplete
   wordings.set(segment, found);
   return found;

@@ -413,13 +413,17 @@ class Document:
     def turns(self, node: Node, end: int | None = None) -> list[Turn]:
         """Return the turns of a node's text, or of its first ``end`` tokens; the last may be cut short.
 
-        A node's own turns replace its parents' turns from their position on.
+        A node's own turns replace its parents' turns from their position on. A node that forks inside
+        a message continues that message.
         """
         turns: list[Turn] = []
         for owner, _, b in node.stretches(0, end):
-            own = [turn for turn in owner.made.turns if turn.at < owner.at + b]
+            cut = owner.at + b
+            own = [turn for turn in owner.made.turns if turn.at < cut]
             if own:
                 turns = [turn for turn in turns if turn.at < own[0].at] + own
+            if turns and (turns[-1].end or 0) > cut:
+                turns[-1] = Turn(turns[-1].role, turns[-1].at, turns[-1].begin)
         n = node.end if end is None else end
         for i, turn in enumerate(turns):
             limit = turns[i + 1].at if i + 1 < len(turns) else n

@@ -472,7 +472,8 @@ class Live:
         if result.error is not None and reason != "capacity":
             self._fail(job, result.error)
         read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
-        ended = Ended(id=node.id, reason=reason, read=read, cached=result.cached)
+        cached = max(0, result.cached - n_meanwhile)
+        ended = Ended(id=node.id, reason=reason, read=read, cached=cached)
         self.add(ended)
         first, last = result.first_token_s, result.last_token_s
         seconds = last - first if first is not None and last is not None else 0.0

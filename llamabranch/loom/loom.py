@@ -195,7 +195,7 @@ class Loom(Live):
                 if name in _TOLD or value != usual[name]
             },
             "chat": chat_fields(model),
-            "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
+            "max_choices": service.settings.max_choices,
         }  # fmt: skip
         return {"state": "ready", "model": fields, "loading": None}
 
@@ -345,7 +345,7 @@ class Loom(Live):
         n = Sampler(model, SamplingParams(), grammar).count_allowed(ids)
         if n < len(ids):
             said = _KINDS.get(grammar.kind, "the grammar")
-            piece = model.detokenize([ids[n]], special=True)
+            piece = repr(model.detokenize([ids[n]], special=True))[1:-1]
             where = "here" if n == len(ids) - 1 else "in what is written so far"
             raise HttpError(400, f"{said} does not allow `{piece}` {where}", kind="not_allowed")
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from browsing import (
     asked,
     idle,
+    menu,
     press,
+    take,
     tokens,
     told,
     typed,
@@ -203,7 +205,51 @@ def test_tools_that_are_no_list_are_told_below_them(page: Page) -> None:
     assert violations(page) == []
 
 
+def test_a_word_picked_in_a_message_continues_the_message(page: Page) -> None:
+    talk(page)
+    (_, (_, said), _) = turns(page)
+    first = page.locator("#text .turn.by-user.said [data-token]").first
+    place = int(first.get_attribute("data-token") or 0) + 1
+    take(page, place)
+    page.wait_for_function("() => document.querySelectorAll('#text [data-turn=\"1\"].said').length")
+    (_, (role, text), *later) = turns(page)
+    assert role == "user" and later == [] and text != said
+    assert text == "".join(tokens(page)[place - 1 :])  # all of it, however long the old one was
+    row = page.locator("#tree [role=treeitem][aria-selected=true] .words")
+    assert row.get_attribute("data-role") == "You"
+
+
 # -- the bar ---------------------------------------------------------------------------------------
+
+
+def test_what_is_typed_into_the_bar_is_back_until_it_is_kept_or_cancelled(page: Page) -> None:
+    memory = "The fox is called Ann.\nShe lives in the wood."
+    menu(page, "begin another text or chat")
+    page.locator("#mode label", has_text="Text").click()
+    page.locator("#bar-begin").click()
+    page.locator("dialog [name=memory]").fill(memory)
+    page.locator("dialog [name=kind]").select_option("regex")
+    page.locator("dialog [name=follow]").fill("[a-z]+")
+    page.locator("dialog [name=follow]").press("Escape")
+    page.locator("dialog[open]").wait_for(state="detached")
+    page.locator("#bar-begin").click()
+    assert page.locator("dialog [name=memory]").input_value() == memory
+    told(page, "dialog .wrong", "did not keep it")
+    page.locator("dialog [name=temperature]").fill("0.3")
+    page.reload()  # the chat is shown again
+    idle(page)
+    assert page.locator("dialog[open]").count() == 0
+    menu(page, "begin another text or chat")
+    page.locator("#mode label", has_text="Text").click()
+    page.locator("#bar-begin").click()
+    assert page.locator("dialog [name=memory]").input_value() == memory
+    assert page.locator("dialog [name=follow]").input_value() == "[a-z]+"
+    assert page.locator("dialog [name=temperature]").input_value() == "0.3"
+    page.locator("dialog button", has_text="Cancel").click()
+    page.locator("#bar-begin").click()
+    assert page.locator("dialog [name=memory]").input_value() == ""
+    assert page.locator("dialog .wrong").inner_text() == ""
+    page.keyboard.press("Escape")
 
 
 def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: Path) -> None:
@@ -231,20 +277,30 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         )
         # What is wrong is told at the field by the browser, or in the dialog by the server.
         page.locator("#text").press("G")
-        for name, bad in (("n", "2.5"), ("temperature", "e"), ("seed", "lucky")):
+        for name, bad in (
+            ("n", "2.5"), ("n", "0"), ("n", "999"), ("max_tokens", "-3"), ("temperature", "hot"),
+            ("seed", "lucky"), ("seed", "9" * 30),
+        ):  # fmt: skip
             field = page.locator(f"dialog [name={name}]")
             was = field.input_value()
+            field.fill("")
             field.press_sequentially(bad)
             page.locator("dialog button[value=keep]").click()
             assert page.locator("dialog :invalid:focus").get_attribute("name") == name
-            field.evaluate("(each, was) => { each.value = was; }", was)
-        page.locator("dialog [name=temperature]").fill("-1")
-        page.locator("dialog button[value=keep]").click()
-        told(page, "dialog .wrong", "must be")
-        page.locator("dialog [name=temperature]").fill("0.5")
-        page.locator("dialog [name=kind]").select_option("json_schema")
-        for schema, told_of in (('{"type": "integer"', "not JSON"), ('{"type": 7}', "schema")):
-            page.locator("dialog [name=follow]").fill(schema)
+            field.fill("")
+            field.fill(was)
+        for name, bad, told_of in (
+            ("temperature", "-1", "must be"),
+            ("regex", "[a-z]+ (", "^regex: the grammar is refused: unclosed group$"),
+            ("json_schema", '{"type": "integer"', "not JSON"), ("json_schema", '{"type": 7}', "schema"),
+            ("json_schema", "[1]", "not a JSON object"),
+        ):  # fmt: skip
+            if name == "temperature":
+                page.locator("dialog [name=temperature]").fill(bad)
+            else:
+                page.locator("dialog [name=temperature]").fill("0.5")
+                page.locator("dialog [name=kind]").select_option(name)
+                page.locator("dialog [name=follow]").fill(bad)
             page.locator("dialog button[value=keep]").click()
             told(page, "dialog .wrong", told_of)
         page.locator("dialog [name=follow]").fill('{"enum": ["north", "south"]}')

@@ -357,6 +357,9 @@ def test_a_pick_follows_the_bar_and_belongs_to_the_text_under_its_grammar(page: 
     refused = page.do("fork", 400, node=made["id"], at=made["at"], token=wanted, **bar)
     message = refused["error"]["message"]
     assert message.startswith("the schema does not allow `") and message.endswith("` here")
+    line = page.loom.service.model.tokenize("\n", add_special=False)[-1]
+    refused = page.do("fork", 400, node=made["id"], at=made["at"], token=line, **bar)
+    assert refused["error"]["message"] == "the schema does not allow `\\n` here"
     assert page.nodes() == before
     # Another name, inside the stretch: the rest of the object is written.
     service = page.loom.service
@@ -503,6 +506,7 @@ def test_an_end_tells_what_was_read_meanwhile_and_how_fast_the_model_wrote(page:
     page.finish(typed["job"])
     (end,) = page.of("end", node=node["id"])
     assert typed["node"]["n"] - 2 <= end["read"] <= 2 * typed["node"]["n"]
+    assert end["cached"] <= 2  # what was read for it meanwhile was not in the cache before
     again = page.grow(typed["node"]["id"], max_tokens=12)
     (then,) = page.of("end", node=again["id"])
     assert then["read"] == 0 and end["rate"] > then["rate"] / 20  # reading is no part of it

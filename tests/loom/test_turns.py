@@ -112,6 +112,18 @@ def test_turns_are_edited_as_branches(page: Paged) -> None:
     assert roles == ["system", "user", "assistant"]
 
 
+def test_a_branch_inside_a_message_continues_that_message(page: Paged) -> None:
+    """However long the message was that it leaves."""
+    first = page.grow(chat(page, text="Who lived in the house?")["id"], max_tokens=6, seed="1")
+    reply = chat(page, node=first["id"], text="And then?")
+    words = page.tokens(reply["id"], whole=True)["text"]
+    at = len(words) - words[::-1].index("And")
+    new = page.type(" what did the king of the house say to all of them?", reply["id"], at=at)
+    before = turns(page, reply["id"])
+    asked = ("user", "And what did the king of the house say to all of them?")
+    assert before[2] == ("user", "And then?") and turns(page, new["id"]) == [*before[:2], asked]
+
+
 def test_thoughts_and_calls_are_apart_and_the_template_leaves_earlier_thoughts_out(
     page: Paged, model: lb.Model
 ) -> None:

@@ -3,7 +3,7 @@
 import { $, h, label, plural, redraw, short, tell } from "./dom.js";
 import { ask } from "./dialogs.js";
 import { backend, bodyOf, net } from "./net.js";
-import { stateOf, store } from "./store.js";
+import { keepDraft, stateOf, store } from "./store.js";
 
 /** @typedef {Record<string, any>} Bar */
 
@@ -74,6 +74,7 @@ function read(data) {
   } catch (error) {
     throw new Error(`The schema is not JSON: ${/** @type {Error} */ (error).message}`);
   }
+  if (kind === "json_schema" && !/^\s*\{/.test(text)) throw new Error("The schema is not a JSON object. It begins with {.");
   return clean(bar);
 }
 
@@ -86,24 +87,26 @@ const clean = (bar) => Object.fromEntries(Object.entries(bar)
 export function openBar(mode, proceed) {
   const bar = barOf(mode), usual = store.doc.model?.sampling ?? {}, isTalk = mode === "chat";
   const { stop = [], thinking } = bar, kind = followed(bar), rule = bar[kind] ?? "";
+  const draft = `bar ${mode}`, { doc, values: typed } = store.drafts[draft] ?? {}, isBack = doc === store.doc.file.name;
   /** @type {Record<string, any>} what the fields show */ const values = { ...bar, ...bar.sampling, kind,
     stop: stop.map((/** @type {string} */ each) => each.replaceAll("\n", "\\n")).join("\n"),
     follow: Array.isArray(rule) ? rule.join("\n") : typeof rule === "object" ? JSON.stringify(rule, null, 1) : rule,
-    thinking: thinking == null ? "" : thinking === false ? "off" : "on", budget: Number.isInteger(thinking) ? thinking : "" };
+    thinking: thinking == null ? "" : thinking === false ? "off" : "on", budget: Number.isInteger(thinking) ? thinking : "", ...(isBack && typed) };
   const field = (/** @type {string} */ tag, /** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ props = {}) =>
     h("label", { title: props.title ?? "" }, h("span", {}, words),
       h(tag, { name, value: values[name] ?? "", spellcheck: false, autocomplete: "off", ...props }));
-  const number = (/** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ usually = "", /** @type {number | "any"} */ step = 1) =>
-    field("input", name, words, { type: "number", step, placeholder: String(usually) });
+  const number = (/** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ usually = "", /** @type {any} */ props = { min: "1" }) =>
+    field("input", name, words, { type: "number", placeholder: String(usually), ...props });
   const lines = (/** @type {string} */ name, /** @type {string} */ words, /** @type {string} */ note) =>
     field("textarea", name, words, { rows: 2, placeholder: note, title: note });
   const choice = (/** @type {string} */ name, /** @type {string} */ words, /** @type {Record<string, string>} */ named) =>
     h("label", {}, h("span", {}, words), h("select", { name }, Object.entries(named).map(([value, title]) =>
       h("option", { value, selected: value === values[name] }, title))));
-  ask(isTalk ? "How to answer" : "How to continue", [
-    number("n", isTalk ? "answers" : "texts", FIRST[mode].n), number("max_tokens", "limit, in tokens", FIRST[mode].max_tokens),
-    NUMBERS_OF_BAR.map(([name, words]) => number(name, words, usual[name], name === "top_k" ? 1 : "any")),
-    field("input", "seed", "seed", { placeholder: "random", pattern: "-?[0-9]*", title: "a whole number" }),
+  const form = ask(isTalk ? "How to answer" : "How to continue", [
+    number("n", isTalk ? "answers" : "texts", FIRST[mode].n, { min: "1", max: String(store.doc.model?.max_choices ?? "") }),
+    number("max_tokens", "limit, in tokens", FIRST[mode].max_tokens),
+    NUMBERS_OF_BAR.map(([name, words]) => number(name, words, usual[name], { step: name === "top_k" ? "1" : "any" })),
+    field("input", "seed", "seed", { placeholder: "random", pattern: "-?[0-9]{1,20}", title: "a whole number of at most 20 digits" }),
     isTalk ? [choice("thinking", "thinking", THINKS), number("budget", "thinks at most, in tokens", "no limit")]
       : [lines("memory", "memory", "Stays at the top of what the model sees."),
         lines("authors_note", "author’s note", "Is put near the end of what the model sees.")],
@@ -111,8 +114,10 @@ export function openBar(mode, proceed) {
     choice("kind", "the text must follow", FOLLOWS), field("textarea", "follow", "written here", { rows: 5 })],
   { ...(proceed && { go: isTalk ? "Keep and answer" : "Keep and continue" }), keep: "Keep" }, async (data, verb) => {
     await keepBar(mode, read(data));
-    $("dialog").close();
     if (verb === "go") proceed?.();
     else tell(`Now: ${sentenceOf(mode)}.`);
-  });
+    return true;
+  }, () => keepDraft(draft, null));
+  form.oninput = () => keepDraft(draft, { doc: store.doc.file.name, values: Object.fromEntries(new FormData(form)) });
+  if (isBack) form.querySelector(".wrong").textContent = "You changed this before, and did not keep it. Cancel discards the changes.";
 }

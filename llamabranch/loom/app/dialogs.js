@@ -8,19 +8,22 @@ import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
 import { showPane } from "./where.js";
 
-/** Open a dialog. It stays open and shows the error until what a button does succeeds.
+/** Open a dialog, and return its form. It stays open and shows the error until what a button does succeeds.
  * @param {string} title @param {any[]} content @param {Record<string, string>} [verbs] titles of buttons, the main one first
- * @param {(data: FormData, verb: string) => any} [done] */
-export function ask(title, content, verbs = {}, done = () => {}) {
+ * @param {(data: FormData, verb: string) => any} [done] what they do; it succeeded if it is true
+ * @param {() => void} [forget] what happens once it succeeded, or at Cancel */
+export function ask(title, content, verbs = {}, done = () => {}, forget = () => {}) {
   const buttons = Object.entries(verbs).map(([value, words], i) => h("button", { type: "submit", value, class: i ? "" : "main" }, words));
   const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });
-  const close = h("button", { type: "button", onclick: () => dialog.close() }, buttons.length ? "Cancel" : "Close");
+  const close = h("button", { type: "button", onclick: () => (forget(), dialog.close()) }, buttons.length ? "Cancel" : "Close");
   const form = h("form", {}, h("h2", { id: "dialog-title" }, title), content, h("div", { class: "foot" }, wrong, h("p", { class: "row" }, buttons, close)));
   form.onsubmit = async (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
     fill(wrong);
     try {
-      await done(new FormData(form), /** @type {any} */ (event.submitter)?.value);
+      if (!(await done(new FormData(form), /** @type {any} */ (event.submitter)?.value))) return;
+      forget();
+      dialog.close();
     } catch (error) {
       warn(/** @type {Error} */ (error).message);
     }
@@ -28,6 +31,7 @@ export function ask(title, content, verbs = {}, done = () => {}) {
   fill(dialog, form);
   dialog.onclose = () => document.activeElement !== $("tree") && ($("empty").hidden ? $("text") : $("begin")).focus();
   dialog.showModal();
+  return form;
 }
 
 const FORMATS = {

@@ -122,12 +122,10 @@ const run = {
   note: () => {
     const node = selected();
     if (!node) return;
-    const name = `note ${node.id}`, forget = () => keepDraft(name, null);
-    const area = h("textarea", { value: store.drafts[name]?.text ?? node.note, dir: "auto", spellcheck: false });
-    ask("Note", [h("label", {}, h("span", {}, "note on this branch"), area)], { keep: "Keep" },
-      async () => (await act("set", { node: node.id, note: area.value })) && (forget(), $("dialog").close()));
-    keepTyped(area, name, $("dialog").querySelector(".wrong"), () => ({ node: node.id, end: store.end }));
-    $("dialog").querySelector("[type=button]").onclick = forget; // Cancel
+    const name = `note ${node.id}`, area = h("textarea", { value: store.drafts[name]?.text ?? node.note, dir: "auto", spellcheck: false });
+    const form = ask("Note", [h("label", {}, h("span", {}, "note on this branch"), area)], { keep: "Keep" },
+      () => act("set", { node: node.id, note: area.value }), () => keepDraft(name, null));
+    keepTyped(area, name, form.querySelector(".wrong"), () => ({ node: node.id, end: store.end }));
   },
   delete: async () => {
     const segment = segmentOf(store.current);

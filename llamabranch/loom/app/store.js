@@ -247,6 +247,8 @@ function turnsOf(owners, n) {
   for (const { id, to } of owners) {
     const own = (store.nodes.get(id)?.turns ?? []).filter((/** @type {any[]} */ [, at]) => at < to);
     if (own.length) found = [...found.filter(([, at]) => at < own[0][1]), ...own];
+    const last = found.at(-1);
+    if (last && (last[3] ?? 0) > to) found = found.with(-1, [last[0], last[1], last[2], null]); // what follows continues its message
   }
   return found.filter(([, at]) => at < n).map(([role, at, begin, end], i) => {
     const limit = Math.min(n, found[i + 1]?.[1] ?? n);

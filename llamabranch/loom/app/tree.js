@@ -139,9 +139,10 @@ function step(/** @type {number} */ by) {
 
 /** The turn of a chat at a position of a node's text. @param {Node | null | undefined} node @param {number} position @returns {any[]} */
 function turnOf(node, position) {
-  for (; node; node = store.nodes.get(node.parent ?? "")) {
-    const turn = node.turns?.findLast((/** @type {any[]} */ [, at]) => at <= position);
-    if (turn) return turn;
+  for (let cut = Infinity; node; node = store.nodes.get(node.parent ?? "")) {
+    const [role, at, begin, end] = node.turns?.findLast((/** @type {any[]} */ [, at]) => at <= position && at < cut) ?? [];
+    if (role) return [role, at, begin, end > cut ? null : end]; // a node that forks inside a message continues it
+    cut = Math.min(cut, node.at);
   }
   return [];
 }

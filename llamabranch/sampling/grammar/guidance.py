@@ -72,8 +72,10 @@ def _guarded(call: Callable[[], T]) -> T:
 
 def _refusal(reason: str) -> GrammarError:
     text = reason.split("\n<state>")[0].strip()
-    if text.startswith("regex parse error:"):  # without the expression, which may be long
-        text = f"regex parse error: error: {text.rpartition('error: ')[2]}"
+    if match := re.search(
+        r"regex parse error:.*\nerror: ([^\n]*)(?:\n +(\d+) \|)?", text, re.DOTALL
+    ):
+        text = match[1] + (f", in line {match[2]}" if match[2] not in (None, "1") else "")
     if len(text) > _MOST_REASON:
         text = text[: _MOST_REASON - 3] + "..."
     if text.startswith("NoExtension"):

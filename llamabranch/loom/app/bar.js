@@ -13,7 +13,7 @@ const FIRST = { text: { n: 3, max_tokens: 24 }, chat: { n: 1, max_tokens: 512 } 
 const NUMBERS_OF_BAR = [["temperature", "temperature", null], ["top_p", "top-p", 1], ["top_k", "top-k", 0],
   ["min_p", "min-p", 0], ["repeat_penalty", "repeat penalty", 1]];
 /** How a chat's answers think. @type {Record<string, string>} */
-const THINKS = { "": "as the chat template does", on: "on", off: "off" };
+const THINKS = { usual: "as the chat template does", on: "on", off: "off" };
 /** @type {Record<string, string>} */
 const FOLLOWS = { free: "nothing: free text", json_schema: "a JSON schema", regex: "a regular expression", choice: "one of these lines",
   grammar: "a grammar (GBNF)" };
@@ -66,7 +66,7 @@ function read(data) {
     seed: of("seed"), // kept as text: it may have more digits than a number
     stop: of("stop").split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n")),
     memory: of("memory").trim(), authors_note: of("authors_note").trim(),
-    thinking: thinking ? thinking === "on" && (number("budget") ?? true) : null };
+    thinking: { on: number("budget") ?? true, off: false }[thinking] };
   if (kind === "free") return clean(bar);
   if (!text.trim()) throw new Error(`Write ${FOLLOWS[kind]}, or choose free text.`);
   try {
@@ -91,7 +91,7 @@ export function openBar(mode, proceed) {
   /** @type {Record<string, any>} what the fields show */ const values = { ...bar, ...bar.sampling, kind,
     stop: stop.map((/** @type {string} */ each) => each.replaceAll("\n", "\\n")).join("\n"),
     follow: Array.isArray(rule) ? rule.join("\n") : typeof rule === "object" ? JSON.stringify(rule, null, 1) : rule,
-    thinking: thinking == null ? "" : thinking === false ? "off" : "on", budget: Number.isInteger(thinking) ? thinking : "", ...(isBack && typed) };
+    thinking: thinking == null ? "usual" : thinking === false ? "off" : "on", budget: Number.isInteger(thinking) ? thinking : "", ...(isBack && typed) };
   const field = (/** @type {string} */ tag, /** @type {string} */ name, /** @type {string} */ words, /** @type {any} */ props = {}) =>
     h("label", { title: props.title ?? "" }, h("span", {}, words),
       h(tag, { name, value: values[name] ?? "", spellcheck: false, autocomplete: "off", ...props }));

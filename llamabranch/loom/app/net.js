@@ -13,12 +13,12 @@ export const backend = {
     try {
       const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
       if (!net.connected && events?.readyState === EventSource.OPEN) connection(true); // only a request was lost
-      const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
-      if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
-      if (answer.status === 401) {
-        net.session = false;
+      if (net.session === (answer.status === 401)) { // the last answer says whether there is a session
+        net.session = !net.session;
         redraw(["state"]);
       }
+      const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
+      if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
       throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
     } finally {
       busy(-1);
@@ -88,7 +88,7 @@ function connection(is) {
 export async function fetchDoc() {
   const doc = await get("/loom/doc");
   putDoc(doc);
-  net.session = net.connected = true;
+  net.connected = true;
   redraw(["state", "tree", "text", "inspect", "live", "legend"]);
   return doc;
 }

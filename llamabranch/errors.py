@@ -113,8 +113,8 @@ class CacheFullError(CapacityError):
     def beside_parent(cls, n_tokens: int, n_kept: int, n_ctx: int) -> CacheFullError:
         """Return the error for a text that does not fit next to the texts of its parent sessions."""
         return cls(
-            f"the text has {n_tokens} tokens; the context has room for {n_ctx - n_kept} beside the "
-            f"{n_kept} that are kept for its parent session",
+            f"the text has {n_tokens} tokens; the context has room for {n_ctx - n_kept}, because "
+            f"{n_kept} are kept for its parent session",
             hint=f"open the context with n_ctx={n_tokens + n_kept} (-c), or name no parent session",
         )
 

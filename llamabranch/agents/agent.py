@@ -163,7 +163,7 @@ class Agent(Settings, Generic[T]):
 
     def __setattr__(self, name: str, value: object) -> None:
         if "turns" in self.__dict__:
-            raise AttributeError(f"an Agent does not change: make another one with another {name}")
+            raise AttributeError(f"an Agent cannot be changed: make a new one with another {name}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

@@ -269,7 +269,7 @@ class Context:
         self.decoder.check_open()
         if self.model.shares_memory:
             raise UnsupportedError(
-                f"{self.model.name} has no memory of its own: it reads that of its target",
+                f"{self.model.name} has no memory: it reads the memory of its target",
                 hint="it can only draft: MTPDrafter(ctx)",
             )
         self.sequences.collect()

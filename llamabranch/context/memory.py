@@ -385,7 +385,7 @@ class Memory:
         try:
             self.handle.set_state(seq_id, state)
             if self.handle.position_range(seq_id)[1] != n_tokens - 1:
-                raise SnapshotError("llama.cpp holds other positions than the snapshot has")
+                raise SnapshotError("llama.cpp and the snapshot have different positions")
             self.append(seq_id, n_tokens)
         except BaseException as error:
             self._remove(seq_id, 0, END)

@@ -126,7 +126,7 @@ def open_native(
             capabilities, memory = _probe(handle, model, params, is_head=True)
             if not memory.can_draft:
                 raise UnsupportedError(
-                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                    "a head must be able to drop its drafts", hint="leave swa_full out"
                 )
         else:  # trials would need memory
             if not handle.kv_unified:

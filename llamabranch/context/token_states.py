@@ -67,8 +67,8 @@ def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start
         if hidden is None or layer not in hidden.layers:
             if hidden is not None and hidden.is_for_head and hidden.is_read():
                 raise UnsupportedError(
-                    f"a head drafts for this context and reads the layers {hidden.layers}: no others "
-                    "are kept",
+                    f"a head drafts for this context and reads the layers {hidden.layers}; the "
+                    "context keeps no others",
                     hint="close the context of the head first",
                 )
             known = () if hidden is None or hidden.is_for_head else hidden.layers

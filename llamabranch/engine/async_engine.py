@@ -232,7 +232,7 @@ class AsyncEngine:
     def _call(self, prompt: object, options: Mapping[str, object], *, chats: bool) -> Call:
         call = Call(self.engine.target, prompt, self.engine.sampling, options, chats=chats)
         if call.drafter != "auto":
-            raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
+            raise ConfigError("a call uses the drafter of its engine: AsyncEngine(ctx, drafter)")
         call.prepare(lambda _, request: self.engine.prepare(request))
         return call
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from ..arguments import path_text
@@ -16,8 +16,8 @@ from ..serve.errors import HttpError
 from ..serve.messages import EventStream, json_of, reply
 from . import formats
 from .document import Bar, Document, Node, short
-from .loom import Do, Loom
-from .operations import Operations
+from .loom import ASIDES, Do, Loom
+from .operations import perform
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -33,26 +33,20 @@ _MOST_FOUND = 200
 
 def front_of(loom: Loom) -> Front:
     """Return the routes of the page, which a server puts in front of its API."""
-    operations = Operations(loom)
+    routes = {path: partial(handler, loom) for path, handler in _ROUTES.items()}
+    return Front(loom.guard.check, {**routes, **loom.guard.routes}, loom.close)
 
-    async def do(call: Request) -> Response:
-        body = await operations.do(await json_of(call, Do))
-        status = 507 if "error" in body else 200 if body.get("job") is None else 202
-        return reply(body, status)
 
-    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        path: partial(handler, loom) for path, handler in _ROUTES.items()
-    }
-    routes |= loom.guard.routes | {"POST /loom/do": do}
-    return Front(loom.guard.check, routes, loom.close)
+async def _do(loom: Loom, call: Request) -> Response:
+    body = await perform(loom, await json_of(call, Do))
+    return reply(body, 507 if "error" in body else 200 if body.get("job") is None else 202)
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
     document = loom.document
     current = document.nodes.get(document.current or "")
-    state = {"state": "generating"} if loom.running else {}
     return reply({
-        "boot": loom.boot, **loom.model(), **state,
+        "boot": loom.boot, **loom.model(),
         "file": loom.file, "current": current.id if current and not current.hidden else None,
         **document.counts(), "nodes": document.listed(),
         "jobs": [job.as_dict() for job in loom.running],
@@ -96,31 +90,33 @@ async def _example(loom: Loom, call: Request) -> Response:
 
 
 async def _find(loom: Loom, call: Request) -> Response:
-    wanted = re.compile(re.escape(call.query_params.get("q", "")), re.IGNORECASE)
-    matches: list[dict[str, object]] = []
-    for node in loom.document.shown() if call.query_params.get("q") else ():
-        matches += _places(loom.document, node, wanted, len(call.query_params["q"]))
-        if len(matches) >= _MOST_FOUND:
-            break
-    return reply({"found": matches[:_MOST_FOUND], "more": len(matches) >= _MOST_FOUND})
+    document, q = loom.document, call.query_params.get("q", "")
+    wanted = re.compile(re.escape(q), re.IGNORECASE)
+    places = (
+        place for node in document.shown() for place in _places(document, node, wanted, len(q))
+    )
+    found = [*islice(places, _MOST_FOUND)] if q else []
+    return reply({"found": found, "more": len(found) == _MOST_FOUND})
 
 
 def _places(
     document: Document, node: Node, wanted: re.Pattern[str], n_wanted: int
-) -> list[dict[str, object]]:
-    """Return the matches that end in a node's own text; they may begin in its parent's.
+) -> Iterator[dict[str, object]]:
+    """Yield the matches that end in a node's own text; they may begin in its parent's.
 
     ``at`` and ``last`` are the first and the last token of the match, as positions in the whole text.
     """
     # A match may begin in the text before the node. A character there has at most four tokens.
     start = max(0, node.at - 4 * n_wanted)
-    words, matches = document.texts(node.tokens(start=start)), list[dict[str, object]]()
+    ids = node.tokens(start=start)
+    if not wanted.search(document.bytes_of(ids).decode("utf-8", "replace")):
+        return  # nearly always; the texts of single tokens cost far more
+    words = document.texts(ids)
     ends = [*accumulate(map(len, words))]
     for match in wanted.finditer("".join(words)):
         at, last = (start + bisect_right(ends, i) for i in (match.start(), match.end() - 1))
         if last >= node.at:  # else it is the parent's
-            matches.append({"node": node.id, "at": at, "last": last})
-    return matches
+            yield {"node": node.id, "at": at, "last": last}
 
 
 async def _events(loom: Loom, call: Request) -> Response:
@@ -147,20 +143,18 @@ async def _import(loom: Loom, call: Request) -> Response:
     call.state.max_body = _MOST_UPLOAD
     data = await call.body()
     content = await asyncio.to_thread(formats.read, data, _MOST_NODES, model.is_of)
-    if not isinstance(content, Document) and sum(len(item.text) for item in content) > _MOST_TEXT:
+    if content.head is None and sum(map(len, content.pieces.values())) > _MOST_TEXT:
         raise HttpError(413, f"the text is too long: at most {_MOST_TEXT >> 20} MB are imported")
     async with loom.acting:
         nodes = loom.make(await asyncio.to_thread(loom.copied, content))
     document = loom.document
-    bar = document.bars.get("text", {})
-    fields = {k: v for k, v in getattr(content, "bar", {}).items() if not bar.get(k)}
+    bar, theirs = (each.bars.get("text", {}) for each in (document, content))
+    fields = {name: theirs[name] for name in ASIDES if theirs.get(name) and not bar.get(name)}
     if fields:
         loom.add(Bar(mode="text", fields=bar | fields))
         loom.emit("set", {"bars": document.bars})
-    shown = nodes[-1].id
-    if isinstance(content, Document):  # as it was shown there
-        names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
-        shown = names.get(content.current or "", nodes[-1]).id
+    names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
+    shown = names.get(content.current or "", nodes[-1]).id  # as it was shown there
     roots = [document.node_fields(node) for node in nodes if node.parent is None]
     answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
     error = await loom.confirm()
@@ -168,6 +162,7 @@ async def _import(loom: Loom, call: Request) -> Response:
 
 
 _ROUTES: dict[str, Handler] = {
+    "POST /loom/do": _do,
     "GET /loom/doc": _doc,
     "GET /loom/tokens": _tokens,
     "GET /loom/next": _next,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -26,19 +26,15 @@ Number = float | None
 Piece = str | list[int] | dict[str, str]  # text; bytes that are not text; a control token's name
 Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
-Thinking = (
-    bool | Annotated[int, Meta(ge=0)] | None
-)  # at most so many tokens; None = as the template does
+# At most so many tokens; None = as the template does.
+Thinking = bool | Annotated[int, Meta(ge=0)] | None
 SETTINGS = (  # of a generated node, besides its seed, sampling and length
     "stop", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
 )  # fmt: skip
 _FACTS = ("parent", "at", "kind", "by", "seed", "sampling", "max_tokens", "window", *SETTINGS)
 _GENERATED = frozenset("sfdbc")
-_SHOWN, _LISTED = (
-    40,
-    20,
-)  # characters of a node's text: in general, in a list of more than _MANY nodes
-_MANY = 2000
+# Characters of a node's text: in general, in a list of more than _MANY nodes.
+_SHOWN, _LISTED, _MANY = 40, 20, 2000
 
 
 class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
@@ -125,6 +121,14 @@ class Tokens(Record, tag="tok", kw_only=True):
         return [*self.ids, *(token for raw in self.top for token, _ in decoded(raw))]
 
 
+def unread(name: str, ids: Sequence[int], src: str) -> Tokens:
+    """Return the tokens of a node without numbers; ``src`` has a letter for each."""
+    none = [None] * len(ids)
+    return Tokens(
+        id=name, ids=[*ids], lp=[*none], h=[*none], rk=[*none], src=src, top=[Raw(b"[]")] * len(ids)
+    )
+
+
 class Pieces(Record, tag="voc", kw_only=True):
     """The texts of tokens, by id, so that a file can be read without its model."""
 
@@ -132,12 +136,16 @@ class Pieces(Record, tag="voc", kw_only=True):
 
 
 class Ended(Record, tag="end", kw_only=True):
-    """How the generation of a node ended; ``read`` prompt tokens were processed."""
+    """How the generation of a node ended.
+
+    ``read`` prompt tokens were processed, ``cached`` were not; ``rate`` is in tokens per second.
+    """
 
     id: str
     reason: str
     read: int = 0
     cached: int = 0
+    rate: float | None = None
 
 
 class Kept(Record, tag="keep", kw_only=True):
@@ -304,17 +312,16 @@ class Document:
                 self.pieces.update(record.p)
             case Ended():
                 self.nodes[record.id].ended = record
-            case Kept(name="rounds"):
-                self.nodes[record.id].rounds.append(record.data)
             case Kept():
-                pass
+                if record.name == "rounds":
+                    self.nodes[record.id].rounds.append(record.data)
             case Change(name="current"):
                 self.current = self.nodes[record.id].id
             case Change(name="hidden"):
                 self._drop(self.nodes[record.id])
             case Change():
-                node = self.nodes[record.id]
-                self._act(record.a or record.r, "set", node, record.name, record.value)
+                node, op = self.nodes[record.id], "delete" if record.name == "deleted" else "set"
+                self._act(record.a or record.r, op, node, record.name, record.value)
             case Undo():
                 source, other = self.done, self.undone
                 if record.again:
@@ -446,15 +453,15 @@ class Document:
 
         ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` are the means over its own tokens.
         """
-        record, ended = node.made, node.ended
+        record = node.made
         lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))
         marks = node.deleted, node.rounds, node.bookmark, node.note
         return {
             **{name: getattr(record, name) for name in _FACTS},
+            **{name: getattr(node.ended, name, None) for name in ("read", "cached", "rate")},
             "id": node.id, "n": len(node.ids), "reason": node.reason,
             "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
             "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
-            "read": ended.read if ended else None, "cached": ended.cached if ended else None,
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
             "h": round(sum(h) / len(h), 2) if h else None, "known": len(lp),

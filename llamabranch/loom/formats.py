@@ -9,9 +9,8 @@ import gzip
 import json
 import re
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import groupby
 
@@ -23,8 +22,7 @@ from ..errors import ConfigError
 from ..request.fields import SamplingFields
 from ..serve.messages import in_words
 from . import page
-from .document import AnyRecord, Document, Made, Node, Tokens, decoded
-from .journal import replay
+from .document import AnyRecord, Bar, Change, Document, Made, Node, Pieces, Tokens, decoded, unread
 
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
@@ -39,32 +37,25 @@ _TEXTS = (
     "it reads exported pages (html, json), NAME.loom.jsonl, mikupad's sessions and text in UTF-8"
 )
 _OLD_FIELDS = ("vocab", "kv_type", "seam", "constraint", "digest")  # of earlier versions
-_NOTES = {
-    "memory": "memoryTokens",
-    "authors_note": "authorNoteTokens",
-}  # the bar's fields, mikupad's
+# The bar's fields, and mikupad's.
+_NOTES = {"memory": "memoryTokens", "authors_note": "authorNoteTokens"}
 _encode = msgspec.json.encode
 
 
-@dataclass
-class Item:
-    """A stretch of text between two forks.
-
-    Attributes:
-        parent: the index of its parent in the list; -1 = it is a root.
-    """
-
-    text: str
-    parent: int = -1
-    by: str = "import"
-    bookmark: bool = False
-    note: str = ""
+def _put(texts: Document, text: str, parent: str | None, by: str = "import") -> str:
+    """Add a node with one token, which is the text, and return its name."""
+    name, token = texts.name(), len(texts.pieces)
+    at = 0 if parent is None else texts.nodes[parent].end
+    texts.apply(Pieces(p={token: text}))
+    texts.apply(Made(id=name, parent=parent, at=at, kind="imported", by=by))
+    texts.apply(unread(name, [token], "t"))
+    return name
 
 
-def items_of(document: Document) -> list[Item]:
-    """Return the texts that are shown and not deleted, parents first.
+def texts_of(document: Document) -> Document:
+    """Return the texts that are shown and not deleted, cut where they fork: a document of no model.
 
-    Bookmarks and notes are on the last item of a node.
+    Bookmarks and notes are on the last part of a node.
     """
     cuts: dict[Node, set[int]] = {}
     owners: dict[Node, Node | None] = {}  # for each node, the node whose own tokens it continues
@@ -75,19 +66,19 @@ def items_of(document: Document) -> list[Item]:
         for above, _, end in node.stretches(node.at - 1, node.at) if node.at else ():
             owners[node] = above
             cuts[above].add(end)
-    items: list[Item] = []
-    ending: dict[tuple[Node, int], int] = {}
+    texts = Document()
+    names: dict[tuple[Node, int], str] = {}  # of the parts, by where they end
     for node, owner in owners.items():
-        a, parent = 0, -1 if owner is None else ending[owner, node.at - owner.at]
+        a, name = 0, None if owner is None else names[owner, node.at - owner.at]
         for b in sorted(cuts[node] - {0}) or [0]:
             text = document.bytes_of(node.ids[a:b]).decode("utf-8", "replace")
-            item = Item(text, parent, node.made.by)
-            if b == len(node.ids):
-                item.bookmark, item.note = node.bookmark, node.note
-            a, parent = b, len(items)
-            ending[node, b] = parent
-            items.append(item)
-    return items
+            a, name = b, _put(texts, text, name, node.made.by)
+            names[node, b] = name
+        if node.bookmark:
+            texts.apply(Change(id=names[node, a], name="bookmark"))
+        if node.note:
+            texts.apply(Change(id=names[node, a], name="note", value=node.note))
+    return texts
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -110,13 +101,7 @@ def export(
     safe = _safe(title) or "loom"
     if kind in ("json", "html"):
         records = [*document.records()]
-        whole = {
-            "format": _MARKER,
-            "version": 1,
-            "title": title,
-            "model": model,
-            "records": records,
-        }
+        whole = {"format": _MARKER, "title": title, "model": model, "records": records}
         if kind == "json":
             return _encode(whole), f"{safe}.json", "application/json"
         for record in records:
@@ -143,21 +128,15 @@ def _safe(name: str) -> str:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class Items(list[Item]):
-    """Items, parents first, and the fields of the bar that came with them."""
-
-    bar: Mapping[str, str] = {}
-
-
 class _File(msgspec.Struct):
     records: list[Raw]
 
 
-def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document:
     """Return the content of a file.
 
-    A file of the page for which ``is_ours(fingerprint)`` is true is read as a document, all others as
-    items, parents first. Text is one item.
+    A file of the page for which ``is_ours(fingerprint)`` is true is read as it is. All others become
+    documents of no model, without a head: each node has one token, which is a whole text.
 
     Raises:
         ConfigError: it is not a file of the page or of mikupad, or has more than ``most`` nodes.
@@ -166,12 +145,8 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     if match is not None:
         data = _unpacked(match[1])
     if data.startswith(_HEAD):
-        document = Document()
-        _, damage = replay(document, data)
-        if damage is not None:
-            raise ConfigError("the file is damaged at line {}: {}".format(*damage))
-        _check(document)
-        return _ours(document, most, is_ours)
+        *lines, _ = data.split(b"\n")  # a last line that was cut off is left out
+        return _ours(_document(lines, "line"), most, is_ours)
     try:
         text = data.decode("utf-8-sig", "surrogatepass").replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -181,22 +156,25 @@ def read(data: bytes, most: int, is_ours: Callable[[str], bool]) -> Document | l
     if "\0" in text:
         raise ConfigError(_OTHER, hint=_TEXTS)
     if text.lstrip()[0] not in "{[":
-        return [Item(_whole_characters(text))]
+        return _of_session([{"content": text}], most)
     try:
         value = json.loads(text)  # it accepts half characters, which mikupad writes
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and not _BEGINS_JSON.match(text):  # a story
-            return [Item(_whole_characters(text))]
+            return _of_session([{"content": text}], most)
         raise ConfigError(f"{_OTHER}: {error}", hint=_TEXTS) from None
     match value:
         case {"format": str(marker)} if marker == _MARKER:
-            return _ours(_own(text.encode("utf-8", "replace")), most, is_ours)
+            try:
+                records = msgspec.json.decode(text.encode("utf-8", "replace"), type=_File).records
+            except msgspec.MsgspecError as error:
+                raise _refused("the file", error) from None
+            return _ours(_document(records, "record"), most, is_ours)
         case {"prompt": prompt} if isinstance(chunks := _unquoted(prompt), list):
-            items = _items_of_session(chunks, most)
-            items.bar = {
-                name: text for name, key in _NOTES.items() if (text := _note(value.get(key)))
-            }
-            return items
+            session = _of_session(chunks, most)
+            notes = {name: _note(value.get(key)) for name, key in _NOTES.items()}
+            session.apply(Bar(mode="text", fields={**notes}))
+            return session
     raise ConfigError(_OTHER, hint=_TEXTS)
 
 
@@ -234,55 +212,54 @@ def _note(value: object) -> str:
     return ""
 
 
-def _items_of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Items:
+def _of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Document:
     """Return a session as a path that alternates between typed and generated nodes."""
     for number, chunk in enumerate(chunks, 1):
         if not (isinstance(chunk, dict) and isinstance(chunk.get("content"), str)):
             raise ConfigError(f"part {number} of this session's prompt has no text")
-    items = Items()
+    if not any(chunk["content"] for chunk in chunks):
+        raise ConfigError("this session has no text")
+    texts, name = Document(), None
     for is_typed, parts in groupby(chunks, lambda chunk: chunk.get("type") == "user"):
         text = "".join(part["content"] for part in parts)  # two parts may share a character
-        by = "user" if is_typed else "import"
-        items.append(Item(_whole_characters(text), len(items) - 1, by))
-        if len(items) > most:
+        name = _put(texts, _whole_characters(text), name, "user" if is_typed else "import")
+        if len(texts.nodes) > most:
             raise _too_large(most)
-    if not any(item.text for item in items):
-        raise ConfigError("this session has no text")
-    return items
+    return texts
 
 
 def _too_large(most: int) -> ConfigError:
     return ConfigError(f"the file is too large: at most {most:,} nodes are read")
 
 
-def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Document | list[Item]:
+def _ours(document: Document, most: int, is_ours: Callable[[str], bool]) -> Document:
     """Return a document of this model as it is, and one of another model as texts."""
     if len(document.nodes) > most:
         raise _too_large(most)
     is_same = document.head is not None and is_ours(document.head.fingerprint)
-    return document if is_same else items_of(document)
+    return document if is_same else texts_of(document)
 
 
-def _own(data: bytes) -> Document:
-    """Return the document in the page's own JSON.
+def _document(records: Iterable[Raw | bytes], name: str) -> Document:
+    """Return the document that the records of a file make.
 
     Raises:
-        ConfigError: a record is not valid, has an unknown field or does not fit; it is named.
+        ConfigError: one is not valid, has an unknown field or does not fit; it begins with ``name`` and
+            the number of the record.
     """
-    document, place = Document(), "the file"
-    try:
-        for number, raw in enumerate(msgspec.json.decode(data, type=_File).records, 1):
-            place = f"record {number}"
+    document = Document()
+    for number, raw in enumerate(records, 1):
+        try:
             fields = msgspec.json.decode(raw, type=dict[str, Raw])
             record = msgspec.json.decode(raw, type=AnyRecord)
             known = record.__struct_fields__
-            for name in fields.keys() - {"op", *known, *_OLD_FIELDS}:
-                raise ValueError(f"unknown field `{name}`; {nearest(name, known, 'fields')}")
+            for field in fields.keys() - {"op", *known, *_OLD_FIELDS}:
+                raise ValueError(f"unknown field `{field}`; {nearest(field, known, 'fields')}")
             if isinstance(record, Made):
                 msgspec.convert(record.sampling, SamplingFields)
             document.apply(record)
-    except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
-        raise _refused(place, error) from None
+        except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
+            raise _refused(f"{name} {number}", error) from None
     _check(document)
     return document
 

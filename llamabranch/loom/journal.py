@@ -75,13 +75,11 @@ class Journal:
         self.complain: Callable[[str], object] = lambda message: None
         # Lines that are not on the disk yet, each with its node, and how many own tokens that then has.
         self._lines: list[tuple[bytes, str | None, int]] = []
-        self._n_written = 0  # so many of them are in the file, which then ends at _end
-        self._size = self._end = 0  # where the lines on the disk end
-        self._most = 0  # where the file ends at most if no other program writes to it
+        self._size = 0  # where the lines on the disk end
         self._kept: dict[str, int] = {}  # own tokens of nodes on the disk
         self._file: IO[bytes] | None = None
         self._lock: IO[bytes] | None = None
-        self._mutex, self._syncing = Lock(), Lock()
+        self._mutex, self._saving = Lock(), Lock()
         if not read_only:
             self._open()
         try:
@@ -110,7 +108,7 @@ class Journal:
                 f"{self.path} was not written by the page: its first line is not a head",
                 hint="import files of other programs in the page, or name another file",
             )
-        self._size = self._end = size
+        self._size = size
         self._kept = {name: len(node.ids) for name, node in self._document.nodes.items()}
         if damage is not None:
             line, self.cause = damage
@@ -122,7 +120,7 @@ class Journal:
     # -- writing ---------------------------------------------------------------------------------------
 
     def add(self, record: Record) -> None:
-        """Apply a record and keep it for the next ``write``."""
+        """Apply a record and keep it for the next ``save``."""
         record.r, record.t = self._document.rev + 1, int(1e3 * time())
         self._document.apply(record)
         if self.read_only is None:
@@ -152,30 +150,39 @@ class Journal:
         texts = (len(node.ids) > self._kept.get(node.id, -1) for node in nodes if not node.hidden)
         return 0 if self.read_only is not None else sum(texts)
 
-    def write(self) -> bool:
-        """Write the waiting lines; if that fails, keep them and return False."""
-        with self._mutex:
-            data = b"".join(line for line, _, _ in self._lines[self._n_written :])
-            if self._file is None or not data:
-                return True
+    def save(self) -> None:
+        """Write the waiting lines, and return once they are on the disk; if that fails, they wait on.
+
+        Any thread may call this.
+        """
+        with self._saving:
+            with self._mutex:
+                lines = [*self._lines]
+            if self._file is None or not lines:
+                return
+            data = b"".join(line for line, _, _ in lines)
             try:
-                file = self._file = self._checked(self._file)
-                self._most = self._end + len(data)
-                _put(file, data)
+                self._file = self._checked(self._file)
+                _put(self._file, data)
+                os.fsync(self._file.fileno())
             except OSError as error:
                 self._fail(error)
-                return False
-            self._n_written, self._end = len(self._lines), self._end + len(data)
-        return True
+                return
+            self._size += len(data)
+            with self._mutex:
+                for _, name, length in lines:
+                    if name:
+                        self._kept[name] = max(length, self._kept.get(name, 0))
+                del self._lines[: len(lines)]
+            if self.error is not None:
+                self.error = None
+                self.complain(f"{self.path.name} is written again")
 
     def _checked(self, file: IO[bytes]) -> IO[bytes]:
         """Return the file, made again if it was deleted. OSError: another program has changed it."""
         own = os.fstat(file.fileno())
-        if self._end < own.st_size <= self._most:  # a half line of ours
-            file.truncate(self._end)
-            own = os.fstat(file.fileno())
         if self.path.exists():
-            if not os.path.samestat(own, self.path.stat()) or own.st_size != self._end:
+            if not os.path.samestat(own, self.path.stat()) or own.st_size != self._size:
                 raise OSError(EEXIST, "another program has changed it")
             return file
         file.seek(0)
@@ -189,35 +196,6 @@ class Journal:
         file.close()
         return new
 
-    def sync(self) -> None:
-        """Wait until all written lines are on the disk. Any thread may call this."""
-        with self._syncing:
-            with self._mutex:
-                file, n, end = self._file, self._n_written, self._end
-            failure = None
-            try:
-                if file is not None:
-                    os.fsync(file.fileno())
-            except ValueError:  # it was closed meanwhile, and another one is written
-                return
-            except OSError as error:
-                failure = error
-            with self._mutex:
-                if file is None or file is not self._file:
-                    return
-                if failure is not None:  # lines since the last time may be lost
-                    self._n_written, self._end = 0, self._size
-                    self._fail(failure)
-                    return
-                for _, name, length in self._lines[:n]:
-                    if name:
-                        self._kept[name] = max(length, self._kept.get(name, 0))
-                del self._lines[:n]
-                self._n_written, self._size = self._n_written - n, end
-                if self.error is not None and self._n_written == len(self._lines):
-                    self.error = None
-                    self.complain(f"{self.path.name} is written again")
-
     def _fail(self, error: OSError) -> None:
         reason = (error.strerror or str(error)).lower()
         if self.error is None:
@@ -228,17 +206,19 @@ class Journal:
             self._kept.clear()  # the file has nothing of the document
         elif self._file is not None:
             with suppress(OSError):
-                self._file.truncate(self._end)  # no half line
+                self._file.truncate(
+                    self._size
+                )  # no half line, and none that may not be on the disk
 
     def close(self) -> None:
         """Try once more to write the rest, say what is lost, and release the file."""
-        if self.write():
-            self.sync()
+        self.save()
         if self._lines:
             what = {0: "changes", 1: "1 text"}.get(n := self.unsaved(), f"{n} texts")
             were, are = ("was", "is") if n == 1 else ("were", "are")
             self.complain(f"{what} {were} only in memory and {are} lost: {self.error}")
-        self._release()
+        with self._saving:
+            self._release()
 
     def _release(self) -> None:
         for file in (self._file, self._lock):

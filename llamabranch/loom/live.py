@@ -2,7 +2,7 @@
 
 Everything here runs in the event loop. The engine's thread hands over
 results with `Live.call`. Tokens are sent within 50 ms, or 0.25 s if the model needs all cores, and are
-in the file 0.1 s later.
+in the file 0.25 s later.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short
+from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short, unread
 from .journal import Journal
 from .turns import answers, head_of
 from .window import prompt_of, scoring_window
 
-_EVENT_S, _BUSY_EVENT_S, _WRITE_S, _SYNC_S, _BEAT_S = 0.05, 0.25, 0.09, 1.0, 15.0
+_EVENT_S, _BUSY_EVENT_S, _SAVE_S, _RETRY_S, _BEAT_S = 0.05, 0.25, 0.25, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that wait for a slow tab
 _RESET = b"event: reset\ndata: {}\n\n"  # makes a tab fetch the document
 _FEW = 64  # up to this many tokens are processed without showing progress
@@ -67,7 +67,7 @@ class PageJob:
     nodes: list[Node] = field(default_factory=list)
     state: str = "running"
     message: str | None = None
-    error: dict[str, object] | None = None
+    error: str | None = None
     is_stopped: bool = False
     names: list[str] = field(default_factory=list)  # ids of its requests to the engine
     n_read: int = 0  # tokens that it has read to score them
@@ -131,8 +131,8 @@ class Live:
         self._later: dict[object, tuple[str, object]] = {}  # other events that wait, by their key
         self._loop: asyncio.AbstractEventLoop | None = None  # the server's, once a tab listens
         self._timer: asyncio.TimerHandle | None = None
-        self._saver: asyncio.TimerHandle | None = None
-        self._sent = self._synced = 0.0
+        self._saver: asyncio.Task[None] | None = None
+        self._sent = 0.0
         self._told: dict[str, object] = {}  # the state of the file
 
     @property
@@ -191,30 +191,24 @@ class Live:
         self.keep(*records)
 
     def keep(self, *records: Record) -> None:
-        """Add records to the document; they are written within 0.1 s and synced within a second."""
+        """Add records to the document; they are on the disk within about 0.25 s, if it has space."""
         for record in records:
             self.journal.add(record)
-        self._save_soon()
-
-    def _save_soon(self) -> None:
         if self._saver is None and self.journal.waits:
             self.tell_file()
-            wait = _SYNC_S if self.journal.error else _WRITE_S
-            self._saver = asyncio.get_running_loop().call_later(wait, self._save)
+            self._saver = asyncio.ensure_future(self._save())
 
-    def _save(self) -> None:
-        self._saver, now = None, perf_counter()
-        self.journal.write()
-        if now - self._synced >= _SYNC_S:
-            self._synced = now
-            asyncio.get_running_loop().run_in_executor(None, self.journal.sync)
-        self._save_soon()
-        self.tell_file()
+    async def _save(self) -> None:
+        """Save records until none waits."""
+        while self.journal.waits:
+            await asyncio.sleep(_RETRY_S if self.journal.error else _SAVE_S)
+            await asyncio.to_thread(self.journal.save)
+            self.tell_file()
+        self._saver = None
 
     async def confirm(self) -> dict[str, object]:
-        """Write and sync all records; return {}, or an error if that fails. The records are kept."""
-        if self.journal.write():
-            await asyncio.to_thread(self.journal.sync)
+        """Save all records; return {}, or an error if that fails. The records are kept."""
+        await asyncio.to_thread(self.journal.save)
         self.tell_file()
         if self.journal.error is None:
             return {}
@@ -294,12 +288,13 @@ class Live:
     def start(
         self, op: str, work: Work, node: Node | None = None, nodes: Sequence[Node] = ()
     ) -> PageJob:
-        """Start a job. Tabs get its state, and its nodes when it ends."""
+        """Start a job. Tabs get its state, and its nodes now and when it ends."""
         job = PageJob(f"j{next(self._numbers)}", op, node.id if node else None, [*nodes])
         self.jobs[job.id] = job
         self._loop = asyncio.get_running_loop()
         for job_node in nodes:
             job_node.job = job.id
+        self.send_nodes(*nodes)
         self.emit("job", job.as_dict())
         task = asyncio.ensure_future(self._run(job, work))
         self._tasks.add(task)
@@ -313,7 +308,7 @@ class Live:
         except Exception as error:
             job.state = "stopped" if job.is_stopped else "failed"
             if not job.is_stopped:  # stopping a job raises an error in it
-                self._fail(job, error)
+                job.error = str(http_error(error))
         job.message = None
         self._later.pop(job.id, None)
         for node in job.nodes:
@@ -329,10 +324,6 @@ class Live:
             self.send_undo()
         self.emit("job", job.as_dict())
         await self.confirm()
-
-    def _fail(self, job: PageJob, error: BaseException) -> None:
-        sent_error = http_error(error)
-        job.error = {"code": sent_error.status, "message": str(sent_error)}
 
     async def close(self) -> None:
         """End all jobs and close the file."""
@@ -388,12 +379,8 @@ class Live:
 
     def plain(self, name: str, ids: Sequence[int], src: str) -> list[Record]:
         """Return records of tokens without numbers; ``src`` has a letter for each."""
-        n = len(ids)
-        new = Tokens(
-            id=name, ids=[*ids], lp=[None] * n, h=[None] * n, rk=[None] * n, src=src,
-            top=[Raw(b"[]")] * n,
-        )  # fmt: skip
-        return [*self.document.learn(self.service.model, ids), new] if n else []
+        new = unread(name, ids, src)
+        return [*self.document.learn(self.service.model, ids), new] if ids else []
 
     def _on_reading(self, job: PageJob, n_cached: int, n_read: int, n: int) -> None:
         """Report how much of a text a job has processed."""
@@ -470,18 +457,14 @@ class Live:
     def _end(self, job: PageJob, node: Node, result: Result, n_meanwhile: int) -> None:
         reason = "stopped" if result.finish_reason == "cancelled" else result.finish_reason
         if result.error is not None and reason != "capacity":
-            self._fail(job, result.error)
+            job.error = str(http_error(result.error))
         read = max(0, result.evaluated - 1) + n_meanwhile  # the last token is always read again
         cached = max(0, result.cached - n_meanwhile)
-        ended = Ended(id=node.id, reason=reason, read=read, cached=cached)
-        self.add(ended)
         first, last = result.first_token_s, result.last_token_s
         seconds = last - first if first is not None and last is not None else 0.0
-        self.emit("end", {
-            "node": node.id, "reason": reason, "seed": node.made.seed, "read": read,
-            "cached": ended.cached,
-            "rate": round((result.generated - 1) / seconds, 1) if seconds else None,
-        })  # fmt: skip
+        rate = round((result.generated - 1) / seconds, 1) if seconds else None
+        self.add(Ended(id=node.id, reason=reason, read=read, cached=cached, rate=rate))
+        self.send_nodes(node)
 
     async def score(self, job: PageJob, node: Node) -> None:
         """Score the tokens of a node's text that have no log-probability yet.

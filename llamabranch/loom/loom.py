@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,7 +42,6 @@ from .document import (
     Thinking,
     Tokens,
 )
-from .formats import Item
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
 from .turns import chat_fields, head_of, thinking_at
@@ -49,7 +49,7 @@ from .window import Window, prompt_of, window_of
 
 _TOLD = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # settings that the page shows
 _GRAMMARS = ("grammar", "json_schema", "regex", "choice")
-_ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
+ASIDES = {"memory": "the memory", "authors_note": "the author's note"}
 _KINDS = {"json_schema": "the schema", "regex": "the expression", "choice": "the choice"}
 _MOST_SENT = 500  # nodes, or tokens, of one action that are sent as events
 _BEGINNING, _END = "There was once a king who lived in a", " kitchen."
@@ -101,7 +101,6 @@ class Do(TextSettings, kw_only=True):
     job: str | None = None
     bookmark: bool | None = None
     note: str | None = None
-    current: bool = False
     set: dict[Mode, BarFields] = {}
 
 
@@ -164,15 +163,15 @@ class Loom(Live):
         self.guard = Page(port, FILES)
         self.example = Example(self)
         self._draft = draft
-        self._loading = {"message": "loading the model"}
+        self._loading = "loading the model"
 
     def ready(self) -> None:
         """Tell the tabs that the model is loaded. A file of another model becomes read-only."""
         model = self.service.model
         head, journal = self.document.head, self.journal
-        if head is None and journal.read_only is None:
+        if head is None:
             self.add(Head(model=model.name, fingerprint=model.fingerprint))
-        elif head is not None and not model.is_of(head.fingerprint):
+        elif not model.is_of(head.fingerprint):
             journal.read_only = journal.read_only or (
                 f"It was written with the model {head.model}, and this is {model.name}. To read it "
                 "with this model, import it into another document."
@@ -183,7 +182,7 @@ class Loom(Live):
         """Return the facts about the model that the page shows."""
         service = self.service_of()
         if service is None:
-            return {"state": "loading", "model": None, "loading": self._loading}
+            return {"model": None, "loading": self._loading}
         ctx, model, sampling = service.ctx, service.model, service.settings.sampling
         usual = SamplingParams().as_dict()
         fields = {
@@ -197,13 +196,13 @@ class Loom(Live):
             "chat": chat_fields(model),
             "max_choices": service.settings.max_choices,
         }  # fmt: skip
-        return {"state": "ready", "model": fields, "loading": None}
+        return {"model": fields, "loading": None}
 
     def opening(self, message: str) -> None:
         """Report how far a model is loaded. Any thread may call this."""
-        if message != self._loading["message"]:
-            self._loading = {"message": message}
-            self.call(self.emit, "set", {"loading": self._loading})
+        if message != self._loading:
+            self._loading = message
+            self.call(self.emit, "set", {"loading": message})
 
     def again(self, cid: str) -> dict[str, object] | None:
         """Return the answer to a request that was already done, even by an earlier process, or None."""
@@ -279,10 +278,10 @@ class Loom(Live):
         """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
         if mode == "chat" and settings.thinking is not None:
             plan_thinking(self.service.model, [], settings.thinking)
-        mine, others = ("texts", ["thinking"]) if mode == "text" else ("chats", [*_ASIDES])
+        mine, others = ("texts", ["thinking"]) if mode == "text" else ("chats", [*ASIDES])
         for name in others:
             if getattr(settings, name) not in (None, ""):
-                said = _ASIDES.get(name, name)
+                said = ASIDES.get(name, name)
                 raise HttpError(400, f"{said} is not for {mine}", param=name)
 
     async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
@@ -292,7 +291,7 @@ class Loom(Live):
             HttpError: they take more than half of the context.
         """
         asides, most = list[list[int]](), self.service.n_ctx // 2
-        for name, said in _ASIDES.items():
+        for name, said in ASIDES.items():
             text: str = getattr(settings, name)
             line = text if text[-1:].isspace() else f"{text}\n"
             asides += [await self.service.tokenize(line, add_special=False) if text.strip() else []]
@@ -387,19 +386,27 @@ class Loom(Live):
         """Start a job that scores the tokens without numbers in a node's text."""
         return self.start("score", lambda job: self.score(job, node), node)
 
-    def copied(self, found: Document | Sequence[Item]) -> list[Record]:
-        """Return records that add the content of another file, with new names."""
-        if not isinstance(found, Document):
-            return self._from_texts(found)
+    def copied(self, found: Document) -> list[Record]:
+        """Return records that add another document, with new names; one of no model is tokenized."""
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
-        records: list[Record] = []
+        model, records, ends = self.service.model, list[Record](), dict[str, int]()
         for record in map(copy, found.records()):
             match record:
                 case Made():
-                    record.parent = record.parent and names[record.parent]
+                    if found.head is None:
+                        record.at = 0 if record.parent is None else ends[record.parent]
+                    at, record.parent = record.at, record.parent and names[record.parent]
+                case Tokens() if found.head is None:
+                    tokenize = (
+                        partial(model.tokenize, add_special=False) if at else model.prompt_tokens
+                    )
+                    ids = tokenize(found.text(found.nodes[record.id]), parse_special=False)
+                    records += self.plain(names[record.id], ids, ("t" if at else "p") * len(ids))
+                    ends[record.id] = at + len(ids)
+                    continue
                 case Tokens():
-                    self.service.model.check_tokens(ids := record.named())
-                    records += self.document.learn(self.service.model, ids)
+                    model.check_tokens(ids := record.named())
+                    records += self.document.learn(model, ids)
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]
@@ -410,26 +417,6 @@ class Loom(Live):
                     continue
             record.id = names[record.id]
             records.append(record)
-        return records
-
-    def _from_texts(self, items: Sequence[Item]) -> list[Record]:
-        model = self.service.model
-        records: list[Record] = []
-        ends: list[int] = []
-        for i, item in enumerate(items):
-            name, root = self.document.name(i), item.parent < 0
-            at, parent = (0, None) if root else (ends[item.parent], self.document.name(item.parent))
-            if root:
-                ids = model.prompt_tokens(item.text, parse_special=False)
-            else:
-                ids = model.tokenize(item.text, add_special=False, parse_special=False)
-            records.append(Made(id=name, parent=parent, at=at, kind="imported", by=item.by))
-            records += self.plain(name, ids, ("p" if root else "t") * len(ids))
-            ends.append(at + len(ids))
-            if item.bookmark:
-                records.append(Change(id=name, name="bookmark"))
-            if item.note:
-                records.append(Change(id=name, name="note", value=item.note))
         return records
 
 
@@ -464,6 +451,7 @@ class Example:
     async def _write(self, job: PageJob) -> Document:
         service_of = self._loom.service_of
         loom = Loom(Path(os.devnull), 0, service_of, read_only=True)
+        loom.ready()
         ids, start = [await loom.service.tokenize(text) for text in (_BEGINNING + _END, _BEGINNING)]
         records = [Made(id="n1", kind="prompt"), *loom.plain("n1", ids, "p" * len(ids))]
         for i in range(1, 1 + _N):

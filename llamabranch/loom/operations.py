@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple, cast
 
@@ -17,7 +16,6 @@ from .live import PageJob
 from .loom import Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, common, messages_of, opened, write
 
-_MOST_ANSWERS = 1000
 Answer = dict[str, object]
 
 
@@ -27,65 +25,44 @@ class _Operation(NamedTuple):
     needs_file: bool = True  # the file must be writable
 
 
-class Operations:
-    """Does each request once: a repeated ``cid`` gets the first answer."""
+async def perform(loom: Loom, do: Do) -> Answer:
+    """Return the answer to an operation. With an ``error``, it was done but is not saved yet.
 
-    def __init__(self, loom: Loom) -> None:
-        self._loom = loom
-        self._answers: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
+    An action that was done before, also by an earlier process, is not done again.
 
-    async def do(self, do: Do) -> Answer:
-        """Return the answer to an operation. With an ``error``, it was done but is not saved yet.
-
-        Raises:
-            HttpError, LlamaBranchError: it was refused, and nothing was done.
-        """
-        answer = self._answers.get(do.cid)
+    Raises:
+        HttpError, LlamaBranchError: it was refused, and nothing was done.
+    """
+    operation = _OPERATIONS.get(do.op)
+    if operation is None:
+        raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
+    if not operation.needs_file:
+        return await _run(loom, do, operation)
+    async with loom.acting:
+        answer = loom.again(do.cid)
         if answer is None:
-            answer = self._answers[do.cid] = asyncio.ensure_future(self._perform(do))
-            if len(self._answers) > _MOST_ANSWERS:
-                self._answers.popitem(last=False)
-        try:
-            body = await asyncio.shield(answer)
-        except HttpError:
-            self._answers.pop(do.cid, None)
-            raise
-        is_action = _OPERATIONS[do.op].needs_file and not do.current
-        return body | await self._loom.confirm() if is_action else body
-
-    async def _perform(self, do: Do) -> Answer:
-        operation = _OPERATIONS.get(do.op)
-        if operation is None or not operation.needs_file or do.current:
-            return await self._run(do, operation)
-        async with self._loom.acting:
-            return await self._run(do, operation)
-
-    async def _run(self, do: Do, operation: _Operation | None) -> Answer:
-        loom = self._loom
-        before = loom.again(do.cid)
-        if before is not None:
-            return before
-        if operation is None:
-            raise HttpError(400, f"op must be one of {', '.join(_OPERATIONS)}", param="op")
-        if operation.needs_file and not do.current:
             loom.check_writable()
-        if do.op in ("type", "chat"):
-            loom.example.stop()
-        if do.node is None and operation.needs_node:
-            raise HttpError(400, f"{do.op} needs a node", param="node")
-        # Without a node: a new root.
-        node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
-        at = node.end if do.at is None else do.at
-        least = int(do.node is not None and not do.edit)  # an edit of all is a new root
-        if not least <= at <= node.end:
-            raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
-        return await operation.run(loom, do, node, at)
+            answer = await _run(loom, do, operation)
+    return answer | await loom.confirm()
+
+
+async def _run(loom: Loom, do: Do, operation: _Operation) -> Answer:
+    if do.node is None and operation.needs_node:
+        raise HttpError(400, f"{do.op} needs a node", param="node")
+    # Without a node: a new root.
+    node = Node(Made(id=""), None) if do.node is None else loom.node(do.node)
+    at = node.end if do.at is None else do.at
+    least = int(do.node is not None and not do.edit)  # an edit of all is a new root
+    if not least <= at <= node.end:
+        raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
+    return await operation.run(loom, do, node, at)
 
 
 # -- texts -----------------------------------------------------------------------------------------
 
 
 async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    loom.example.stop()
     document, text = loom.document, do.text or ""
     is_chat, old = bool(document.turns(node, at)), list[int]()
     if do.edit:
@@ -135,6 +112,7 @@ async def _score(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Begin a conversation, add a turn, or replace a turn; an answer can follow."""
+    loom.example.stop()
     document, model = loom.document, loom.service.model
     if model.chat_template is None:
         raise HttpError(409, "the model has no chat template: begin a text instead")
@@ -262,12 +240,16 @@ async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 # -- marks, undo, the file -------------------------------------------------------------------------
 
 
-async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    if do.current and loom.journal.read_only is None:
+async def _show(loom: Loom, do: Do, node: Node, at: int) -> Answer:
+    """Note which node is shown: a reload and an export begin there."""
+    if loom.journal.read_only is None:
         loom.add(Change(id=node.id, name="current"))
-    if do.current:
-        loom.document.current = node.id
-        loom.emit("set", {"current": node.id})
+    loom.document.current = node.id
+    loom.emit("set", {"current": node.id})
+    return {}
+
+
+async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     records: list[Record] = []
     if do.bookmark is not None:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
@@ -275,9 +257,8 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         records.append(Change(id=node.id, name="note", value=do.note))
     if do.op == "delete":
         records.append(Change(id=node.id, name="deleted"))
-    if records:
-        loom.make(records, do.cid)
-        loom.send_nodes(node)
+    loom.make(records, do.cid)
+    loom.send_nodes(node)
     return {}
 
 
@@ -292,9 +273,8 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.add(Undo(of=action.r, again=again, cid=do.cid))
     loom.send_nodes(*touched)
     loom.send_undo()
-    is_deletion = any(name == "deleted" for _, name, *_ in action.changes)
     done = {
-        "op": "delete" if is_deletion else action.op, "nodes": [node.id for node in touched],
+        "op": action.op, "nodes": [node.id for node in touched],
         "node": document.node_fields(touched[0]),  # its new state, because its event may arrive later
     }  # fmt: skip
     return {"redone" if again else "undone": done, **document.counts()}
@@ -307,7 +287,7 @@ _OPERATIONS = {
     "fork": _Operation(_fork, needs_node=True),
     "score": _Operation(_score, needs_node=True, needs_file=False),
     "stop": _Operation(_stop, needs_file=False),
-    "set": _Operation(_set, needs_node=True),
-    "delete": _Operation(_set, needs_node=True), "undo": _Operation(_undo),
-    "redo": _Operation(_undo),
+    "show": _Operation(_show, needs_node=True, needs_file=False),
+    "set": _Operation(_set, needs_node=True), "delete": _Operation(_set, needs_node=True),
+    "undo": _Operation(_undo), "redo": _Operation(_undo),
 }  # fmt: skip

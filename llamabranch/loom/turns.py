@@ -223,9 +223,8 @@ def write(
         n = n_common(full, talk._replace(messages=other).tokens(model))
         there = next((j for j in range(n - 1, skipped - 1, -1) if model.is_eog(full[j])), None)
         thought = str(head[-1].get("reasoning_content") or "").strip().encode()
-        is_shorter = at <= turn.begin or thought not in b"".join(
-            words[:there]
-        )  # without its thought
+        # Whether it is rendered without its thought.
+        is_shorter = at <= turn.begin or thought not in b"".join(words[:there])
         is_old = any(message["role"] == "user" for message in [following, *rest])
         if there is None or (is_old and is_shorter):
             break
@@ -358,22 +357,12 @@ def _word(model: Model, token: int) -> bytes:
 
 def common(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
     """Return pairs (i, j) for which ``a[:i]`` and ``b[:j]`` are the same bytes and whole characters."""
-    pairs, i, j = [(0, 0)], 0, 0
-    left, right = b"", b""
-    while True:
-        if not left and not right:
-            following = b[j][:1] if j < len(b) else b""
-            if not b"\x80" <= following < b"\xc0":  # a character ends here
-                pairs.append((i, j))
-        if not left:
-            if i == len(a):
-                return pairs
-            left, i = a[i], i + 1
-        if not right:
-            if j == len(b):
-                return pairs
-            right, j = b[j], j + 1
-        n = min(len(left), len(right))
-        if left[:n] != right[:n]:
-            return pairs
-        left, right = left[n:], right[n:]
+    left, right = b"".join(a), b"".join(b)
+    n = n_common(left, right)
+    there = {end: j for j, end in enumerate(accumulate(map(len, b), initial=0))}
+    ends = (end for end in accumulate(map(len, a), initial=0) if end <= n)
+    return [
+        (i, there[end])
+        for i, end in enumerate(ends)
+        if end in there and (not end or not b"\x80" <= right[end : end + 1] < b"\xc0")
+    ]

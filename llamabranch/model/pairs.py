@@ -157,25 +157,25 @@ def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
         return f"it has {head.n_layer} layers, but llama.cpp supports heads of one layer"
     key, value = header.head_sizes(max(1, header.integer("attention.head_count", 1)))
     if key != value:
-        return f"its keys have {key} numbers, its values {value}"
+        return f"its keys have {key} numbers, but its values have {value}"
     if reason := rotation_fault(header.integer("rope.dimension_count", key), key):
         return reason
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     for name in ("token_embd.weight", "output.weight"):
         if name not in shapes and head.n_embd != target.n_embd:
             return (
-                f"it has no {name} of its own, and a width of {head.n_embd}, "
-                f"not the {target.n_embd} of {target.name}"
+                f"it has no {name}, and its width is {head.n_embd}, "
+                f"but {target.name} has {target.n_embd}"
             )
     embedding = shapes.get("token_embd.weight")
     if embedding is not None and embedding[-1] < head.n_vocab:
-        return f"its embedding has {embedding[-1]} tokens, the vocabulary {head.n_vocab}"
+        return f"its embedding has {embedding[-1]} tokens, but the vocabulary has {head.n_vocab}"
     if "d2t" not in shapes:
         n_rows = shapes.get("output.weight", (0, head.n_vocab))[-1]
         if n_rows != head.n_vocab:
-            return f"its output has {n_rows} tokens, the vocabulary {head.n_vocab}, and no d2t"
+            return f"its output has {n_rows} tokens, its vocabulary {head.n_vocab}, and no d2t"
     elif "output.weight" not in shapes:
-        return "it has d2t, a vocabulary of its own, but no output.weight"
+        return "it has its own vocabulary (d2t), but no output.weight"
     return ""
 
 
@@ -195,8 +195,8 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
         return _sharing_fault(head, target) or _vocabulary_fault(head, target)
     if head.architecture != target.architecture:
         return (
-            f"its MTP layers are those of a {head.architecture} model, "
-            f"{target.name} is a {target.architecture} model"
+            f"its MTP layers belong to a {head.architecture} model, "
+            f"and {target.name} is a {target.architecture} model"
         )
     return _width_fault(head.n_embd, target) or _vocabulary_fault(head, target)
 
@@ -210,7 +210,7 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
     if target.architecture != staging.SHARING_TARGET:
         return (
             f"it reads the K/V of a {staging.SHARING_TARGET} model, "
-            f"{target.name} is a {target.architecture} model"
+            f"and {target.name} is a {target.architecture} model"
         )
     ours, theirs = read_header(head.path), read_header(target.path)
     width = ours.integer("embedding_length_out")
@@ -218,19 +218,17 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
         return reason
     n = theirs.integer("block_count")
     if [_of_layer(theirs, "attention.sliding_window_pattern", i) for i in (n - 2, n - 1)] != [1, 0]:
-        return f"the last two layers of {target.name} are not one with a window and one without"
+        return f"the last two layers of {target.name} must be one with a window and one without"
     for key in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
         size, other = (header.integer(f"attention.{key}") for header in (ours, theirs))
         if size != other:
-            return f"its {key} is {size}, that of {target.name} is {other}"
+            return f"its {key} is {size}, but {target.name} has {other}"
     for i in range(ours.integer("block_count")):
         read = n - 1 - _of_layer(ours, "attention.sliding_window_pattern", i)
         count = _of_layer(ours, "attention.head_count_kv", i)
         other = _of_layer(theirs, "attention.head_count_kv", read)
         if count != other:
-            return (
-                f"its layer {i} reads {count} K/V heads, layer {read} of {target.name} has {other}"
-            )
+            return f"its layer {i} reads {count} K/V heads, but layer {read} of {target.name} has {other}"
     return ""
 
 
@@ -243,7 +241,7 @@ def _of_layer(header: Header, key: str, layer: int) -> int:
 def _width_fault(width: int, target: _Model) -> str:
     if width == target.n_embd:
         return ""
-    return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
+    return f"it reads hidden states of {width} numbers, but {target.name} has {target.n_embd}"
 
 
 def _vocabulary_fault(head: _Model, target: _Model) -> str:

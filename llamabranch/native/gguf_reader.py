@@ -324,7 +324,7 @@ def _header(reader: _Reader, tensors: bool) -> Header:
     # The smallest tensor entry takes 24 bytes, the smallest value 13.
     if n_tensors * 24 + n_values * 13 > reader.size:
         _reject(
-            f"its header announces {n_tensors} tensors and {n_values} values, more than fit in the file",
+            f"its header says {n_tensors} tensors and {n_values} values, more than fit in the file",
             _DOWNLOAD_HINT,
         )
     metadata: dict[str, Value | None] = {}

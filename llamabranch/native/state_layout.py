@@ -209,7 +209,7 @@ class StateLayout:
         kinds = tuple(part.kind for part in self.parts)
         has_values = any(len(p.tensors) > p.n_layer for p in self.parts if p.kind != _RECURRENT)
         if reader.read(kinds, self.extension, has_values) != self:
-            raise SnapshotError("the K/V layout differs from that of this context")
+            raise SnapshotError("the K/V has another layout than this context")
         reader.check_numbers()
 
 
@@ -264,13 +264,13 @@ class _Reader:
             self._kind, is_state = kind, kind == _RECURRENT
             parts.append(self._recurrent() if is_state else self._cells(extension, has_values))
         if self._at != len(self._bytes):
-            raise SnapshotError("the K/V is longer than its header announces")
+            raise SnapshotError("the K/V is longer than its header says")
         return StateLayout(magic, extension, tuple(parts))
 
     def _skip(self, n: int) -> int:
         start = self._at
         if n < 0 or n > len(self._bytes) - start:
-            raise SnapshotError("the K/V is shorter than its header announces")
+            raise SnapshotError("the K/V is shorter than its header says")
         self._at = start + n
         return start
 
@@ -294,7 +294,7 @@ class _Reader:
             raise SnapshotError("a cell of the K/V belongs to several sequences")
         transposed, n_layer = self._numbers("<II")
         if transposed > 1 or n_layer > _MAX_TENSORS:
-            raise SnapshotError("the K/V layout differs from that of this context")
+            raise SnapshotError("the K/V has another layout than this context")
         tensors = list(self._tensors(n_layer, n, False))
         if has_values:
             tensors += self._tensors(n_layer, n, bool(transposed))
@@ -303,7 +303,9 @@ class _Reader:
     def _recurrent(self) -> Part:
         n, position, n_sequences, transposed, n_layer = self._numbers("<IiIII")
         if (n, position, n_sequences, transposed) != (1, self._n_tokens - 1, 0, 0):
-            raise SnapshotError(f"the recurrent state is not the one after {self._n_tokens} tokens")
+            raise SnapshotError(
+                f"the recurrent state does not belong to a text of {self._n_tokens} tokens"
+            )
         # Layers without a recurrent state are omitted and their number is not stored, so read to the
         # end.
         tensors: list[tuple[int, int]] = []
@@ -333,7 +335,7 @@ class _Reader:
                 limit = (127 + _LIMITS[part]) << _MANTISSA_BITS[kind]
             data = self._state[start:end]
             if len(data) % block:
-                raise SnapshotError("the K/V layout differs from that of this context")
+                raise SnapshotError("the K/V has another layout than this context")
             if block != width:
                 data = np.ascontiguousarray(data.reshape(-1, block)[:, : n_floats * width])
             numbers: npt.NDArray[np.unsignedinteger] = data.reshape(-1).view(f"u{width}")

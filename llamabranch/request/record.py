@@ -60,11 +60,12 @@ class Record(Struct, omit_defaults=True):
         id: the id of the request.
         session, parent: its session, and the parent of that session.
         num_prompt_tokens, cached, evaluated: tokens of the prompt; those that were not read because
-            they were in the cache; those that were read.
+            they were in the cache; those that were read, or will be while it runs. If it ended before
+            its prompt was read, the two add up to less.
         generated: tokens of all its texts.
-        queued_s, read_s, write_s: seconds until it was admitted, from there to the first token of its
-            first text, and from there to the end of that text.
-        finish_reason: of its first text; "" while it runs.
+        queued_s, read_s, write_s: seconds until it was admitted, from there to the first token of all
+            its texts, or to its end without a token, and from there to the last token.
+        finish_reason: of its first text, once all have ended; "" while it runs.
         causes: why ``evaluated`` tokens were read; their ``n_tokens`` add up to that.
         follows: the number of the request whose prompt, or answer, it continues or differs from.
         dropped: lines of its system prompt that were left out.
@@ -92,7 +93,7 @@ class Record(Struct, omit_defaults=True):
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second after the first token of its first text."""
+        """Generated tokens of all its texts per second, after the first token."""
         return per_second(self.generated - 1, self.write_s)
 
     @property
@@ -108,4 +109,6 @@ class Record(Struct, omit_defaults=True):
             f"{self.generated:,} generated in {self.write_s:.1f} s"
         )
         told = [cause.told for cause in self.causes if cause.is_again]
-        return "  ".join((numbers, *told, self.hint)).rstrip()
+        is_whole = self.finish_reason not in ("cancelled", "error", "capacity")
+        ended = "" if is_whole else self.finish_reason
+        return "  ".join(filter(None, (numbers, *told, self.hint, ended)))

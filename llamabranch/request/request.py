@@ -388,7 +388,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         tools = Tools(self.tools or (), self.tool_choice, form, parallel=self.parallel_tool_calls)
         if tools.forced and grammar is not None:
             raise ConfigError(
-                "tool_choice forces a call, which has a grammar of its own; use no other"
+                "tool_choice forces a call, which has its own grammar: leave the other one out"
             )
         variables = {**thinking_variables(form, choice), **(self.chat_template_kwargs or {})}
         shows = self.show_schema and grammar is not None and grammar.kind == "json_schema"

@@ -57,6 +57,7 @@ class Result(Generic[T]):
         num_prompt_tokens: the number of tokens of the prompt.
         cached: how many of them were already in the cache when the text was first admitted, and
             were not processed again.
+        unread: how many of them were not read, because the text ended before.
         num_preemptions: how often it lost its cells and was processed again.
         stop_reason: the stop string or stop token that ended it; None if an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
@@ -85,6 +86,7 @@ class Result(Generic[T]):
     stats: SpeculativeStats
     num_prompt_tokens: int = 0
     cached: int = 0
+    unread: int = 0
     num_preemptions: int = 0
     stop_reason: str | int | None = field(default=None, compare=False)
     error: LlamaBranchError | None = None
@@ -115,8 +117,8 @@ class Result(Generic[T]):
 
     @property
     def evaluated(self) -> int:
-        """How many tokens of the prompt were read: all but those that were ``cached``."""
-        return 0 if self.queued_s is None else max(0, self.num_prompt_tokens - self.cached)
+        """How many tokens of the prompt were read: all but those ``cached`` and ``unread``."""
+        return self.num_prompt_tokens - self.cached - self.unread
 
     @property
     def generated(self) -> int:

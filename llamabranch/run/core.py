@@ -93,7 +93,7 @@ class Core:
     def send(self, what: str, job: Job) -> None:
         """Ask the next step to "add", "abort", "resume" or "drop" a request.
 
-        A dropped request ends without a result. If the running decode reads the prompt of a request
+        Nobody takes the result of a dropped request. If the running decode reads the prompt of a request
         that is to end, it is stopped, because it can take seconds. A stopped step changes nothing, and
         the next step continues the other texts.
         """
@@ -332,12 +332,11 @@ class Core:
             # The handler of a signal may abort a job while its caller is about to add it.
             if job.is_aborted and job in scheduler:
                 for choice in scheduler.choices_of(job):
-                    if what != "drop":
-                        self._end(choice, "cancelled")
-                        continue
                     try:
-                        scheduler.finish(choice)
+                        self._end(choice, "cancelled")
                     except Exception as error:  # a drafter could not close a state
+                        if what != "drop":
+                            raise
                         job.caller.failure = error
             self._mail.popleft()
 

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -122,6 +122,8 @@ class Job:
         session: the session of the request, if it names one.
         door, dropped: where the request came from, and lines that were left out; see `Record`.
         record: what it has cost, from its first admission on.
+        on_record: is called with it in the step that ends the last text; it must not raise.
+        finish_reason: of its first text, once a text has ended.
     """
 
     def __init__(
@@ -155,6 +157,8 @@ class Job:
         self.door = "python"
         self.dropped: list[str] = []
         self.record: Record | None = None
+        self.on_record: Callable[[Record], object] | None = None
+        self.finish_reason = ""
         params = request.sampling or caller.sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
@@ -279,6 +283,7 @@ class Choice:
         equals: the choices of the request that share its thought. They wait, and get its tokens.
         key: its place in the queue. The running choice with the largest key is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
+        n_unread: tokens of the request's prompt that have never been in the cache so far.
         num_preemptions: how often it was preempted.
         constraint: calls the request's constraint; None without one.
         scores: the scores of the prompt's tokens so far, if the request asks for scores.
@@ -317,6 +322,7 @@ class Choice:
         self.shared: tuple[Choice | None, int] = (None, 0)
         self.equals: list[Choice] = []
         self.n_cached: int | None = None
+        self.n_unread = self.n_prompt
         self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
         self._reading: Reading | None = None  # only if the request asks for progress
@@ -462,6 +468,7 @@ class Choice:
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
+            self.n_unread = max(0, self.n_prompt - n_cached)
             memory = self.job.ctx.kv_cache
             self._disorders = memory.disorders if memory.in_order else -1
 
@@ -596,6 +603,7 @@ class Choice:
             memory.mark_before_end(self.text.seq_id)
         row = rows[-1] if rows and not n_left else None
         self.text.append_unscored(tokens, row, self.n_read - start)
+        self.n_unread = max(0, min(self.n_unread, self.n_prompt - self.text.n_cached))
 
     def note_read(self) -> list[Told]:
         """Report how much of ``to_cache`` is in the cache; return the event, if it was requested."""
@@ -674,6 +682,7 @@ class Choice:
             stats=self.stats,
             num_prompt_tokens=self.n_prompt,
             cached=min(self.n_cached or 0, self.n_prompt),
+            unread=self.n_unread,
             num_preemptions=self.num_preemptions,
             stop_reason=self.output.stop_reason,
             error=error,

@@ -23,7 +23,7 @@ from ..model.tree import TextNode
 from ..request.difference import PromptText, around, repeated, words
 from ..request.record import Cause, Record
 from ..request.result import Result
-from .job import Choice
+from .job import Choice, Job
 
 _MOST = 500  # records that are kept
 _LEAST_AGAIN = 32  # tokens; shorter runs that two prompts share mean nothing
@@ -174,24 +174,48 @@ class Records:
         record = choice.job.record
         if record is None:
             return
+        is_first, job = not choice.job.finish_reason, choice.job
+        # 1. Add its tokens, and the part of the prompt that it has read.
         record.generated += result.generated
-        if record.finish_reason:
-            return
-        record.finish_reason = result.finish_reason
-        first = result.queued_s if result.first_token_s is None else result.first_token_s
-        last = first if result.last_token_s is None else result.last_token_s
-        if first is not None and last is not None and result.queued_s is not None:
-            record.read_s, record.write_s = first - result.queued_s, last - first
-        s_per_token = record.read_s / max(1, record.evaluated)
-        for i, cause in enumerate(record.causes):
-            if cause.is_again:
-                told = f"{cause.told}, {s_per_token * cause.n_tokens:.1f} s"
-                record.causes[i] = replace(cause, told=told)
+        n_read = record.num_prompt_tokens - record.cached - result.unread
+        record.evaluated = max(0 if is_first else record.evaluated, n_read)
+        # 2. The times are from the first token of all texts to the last one.
+        first, last = result.first_token_s, result.last_token_s
+        begun = record.queued_s + record.read_s
+        if is_first and first is None:
+            record.read_s = perf_counter() - job.arrival - record.queued_s
+        elif first is not None and last is not None:
+            if not is_first:
+                first, last = min(first, begun), max(last, begun + record.write_s)
+            record.read_s, record.write_s = first - record.queued_s, last - first
+        # 3. Later prompts are compared with the text that ended first.
         entry = next((e for e in reversed(self._entries) if e.record is record), None)
         sequence = choice.sequence
-        if entry is not None and sequence is not None:
+        if is_first and entry is not None and sequence is not None:
             entry.tokens = sequence.tokens[entry.at : sequence.n_cached]
             entry.answer, entry.n_thought = result.text, result.n_thought_tokens
+        if is_first or result.sample == 0:
+            job.finish_reason = result.finish_reason
+        if len(job.choices) == 1 and not job.samples:
+            self._close(record, job)
+
+    @staticmethod
+    def _close(record: Record, job: Job) -> None:
+        """Complete the record of a request whose texts have ended."""
+        left, s_per_token = record.evaluated, record.read_s / max(1, record.evaluated)
+        causes = list[Cause]()
+        for cause in record.causes:
+            n, told = min(left, cause.n_tokens), cause.told
+            if n < cause.n_tokens:
+                told = f"{told}, but only {n:,} of them were read"
+            if cause.is_again:
+                told = f"{told}, {s_per_token * n:.1f} s"
+            if n > 0:
+                causes.append(replace(cause, n_tokens=n, told=told))
+            left -= n
+        record.causes, record.finish_reason = causes, job.finish_reason
+        if job.on_record is not None:
+            job.on_record(record)
 
     # -- why -----------------------------------------------------------------------------------------
 

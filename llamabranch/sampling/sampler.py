@@ -366,7 +366,7 @@ class Sampler:
             processed = processed.astype(np.float32)
         if not math.isfinite(processed.max()):
             raise ConfigError(
-                f"logits_processor returned logits whose largest is {processed.max()}"
+                f"the largest logit that logits_processor returned is {processed.max()}"
             )
         return processed
 
@@ -378,7 +378,7 @@ class Sampler:
         if not len(allowed):
             if not state.mask().any():
                 raise GrammarError("the grammar is complete: no token may follow")
-            raise GrammarError("the grammar allows only tokens here whose logit is -inf")
+            raise GrammarError("the grammar allows only tokens here that have a logit of -inf")
         return allowed
 
     def _drop_masked(self) -> None:

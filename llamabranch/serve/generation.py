@@ -185,6 +185,7 @@ async def updates(
     started: set[int] = set()
     n_left = len(texts)
     service.n_texts += n_left
+    service.log_ends(jobs)
     try:
         async with aclosing(service.engine.steps(*jobs)) as steps:
             async for events in steps:
@@ -210,7 +211,6 @@ async def updates(
                 yield [*changed.values()]
     finally:
         service.n_texts -= n_left
-        service.log_records(jobs)
 
 
 def _check(result: Result) -> None:

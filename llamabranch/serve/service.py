@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from asyncio import to_thread
+from asyncio import get_running_loop, to_thread
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from time import time
@@ -12,6 +13,7 @@ from ..arguments import path_text
 from ..engine import AsyncEngine, Request
 from ..pictures import visible
 from ..request.openai import Vocabulary, head, named_piece
+from ..request.record import Record
 from ..run.job import Job
 from ..sampling import SamplingParams
 from ..sampling.grammar import LinePattern
@@ -59,11 +61,16 @@ class Service:
         fields = head(prefix, kind, self.name)
         return fields if self.is_exact else fields | {"exact": False}
 
-    def log_records(self, jobs: Iterable[Job]) -> None:
-        """Log what requests have cost, and why."""
-        for record in [job.record for job in jobs if self.settings.log_requests]:
-            if record is not None:  # it was admitted
-                self.log(visible(record.line()) + ("" if record.finish_reason else "  cancelled"))
+    def log_ends(self, jobs: Iterable[Job]) -> None:
+        """Log what each of these requests has cost, and why, as soon as all its texts have ended."""
+        loop = get_running_loop()
+
+        def tell(record: Record) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.log, visible(record.line()))
+
+        for job in jobs if self.settings.log_requests else ():
+            job.on_record = tell
 
     def dates(self) -> dict[str, object]:
         """Return today's date for a chat template that uses it."""

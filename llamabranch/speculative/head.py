@@ -73,7 +73,7 @@ class HeadState(RunState):
         """The text that is drafted for."""
         target = self._target()
         if target is None:
-            raise BranchStateError("the text that was drafted for is gone")
+            raise BranchStateError("the text for which it drafts was closed")
         return target
 
     # -- reading -----------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class HeadDrafter(RunDrafter[HeadState]):
         """
         if target.ctx is not self.ctx.target:
             raise ConfigError(
-                f"{self.name} drafts for another context: it reads that one's hidden states",
+                f"{self.name} drafts for another context, and reads the hidden states of that context",
                 hint="open the head with target=, the context that generates",
             )
         return HeadState(self, target, rule)

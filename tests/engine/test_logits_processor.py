@@ -168,9 +168,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "shape": (lambda ids, logits: logits[:-1], "must return logits of shape"),
     "rows": (lambda ids, logits: logits[None], "must return logits of shape"),
     "text": (lambda ids, logits: np.full(logits.shape, "a"), "must return logits of shape"),
-    "nan": (lambda ids, logits: logits * math.nan, "whose largest is nan"),
-    "no token": (lambda ids, logits: logits * 0 - math.inf, "whose largest is -inf"),
-    "infinite": (lambda ids, logits: logits.astype(np.float64) + 1e300, "whose largest is inf"),
+    "nan": (lambda ids, logits: logits * math.nan, "returned is nan"),
+    "no token": (lambda ids, logits: logits * 0 - math.inf, "returned is -inf"),
+    "infinite": (lambda ids, logits: logits.astype(np.float64) + 1e300, "returned is inf"),
     "arguments": (lambda logits: logits, "raised TypeError"),
 }
 

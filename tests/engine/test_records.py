@@ -301,3 +301,64 @@ def test_a_prompt_may_be_the_beginning_of_an_earlier_one(ctx: Context) -> None:
     record = ctx.requests[-1]
     assert 1 < record.evaluated == sum(cause.n_tokens for cause in record.causes)
     assert not any("parts from" in cause.told for cause in record.causes)
+
+
+def leave(ctx: Context, how: str) -> None:
+    """Begin a request of many decodes, and end it while its prompt is read."""
+    prompt = list(range(5, 250)) * 6
+
+    def told(progress: Any) -> None:
+        if progress.n_read > 100:
+            if how == "cancelled":
+                job.cancel()
+            else:
+                raise KeyboardInterrupt if how == "interrupted" else ValueError("mine")
+
+    if how == "cancelled":
+        job = ctx.submit(Request(prompt, n=2, on_prompt_progress=told))
+        for result in job.results:
+            assert result.finish_reason == "cancelled" and result.generated == 0
+        assert [result.evaluated for result in job.results] == [512, 0]
+    elif how == "left":
+        for event in ctx.complete(prompt, stream=True, prompt_progress=True, n=2):
+            if event.progress is not None and event.progress.n_read > 100:
+                break
+    else:
+        with pytest.raises(KeyboardInterrupt if how == "interrupted" else ValueError):
+            ctx.complete(prompt, on_prompt_progress=told)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "left", "interrupted", "raised"])
+def test_what_was_not_read_does_not_count(ctx: Context, how: str) -> None:
+    """Before, the record counted the whole prompt, and had no end if nobody took the result."""
+    leave(ctx, how)
+    record = ctx.requests[-1]
+    assert (record.num_prompt_tokens, record.cached, record.evaluated) == (1470, 0, 512)
+    assert [cause.n_tokens for cause in record.causes] == [512]
+    assert record.causes[0].told.endswith(", but only 512 of them were read")
+    assert record.finish_reason == "cancelled" and record.line().endswith("  cancelled")
+    assert record.read_s > 0 == record.write_s
+
+
+def test_a_stream_that_is_left_has_a_record_of_what_it_wrote(ctx: Context) -> None:
+    for n, _ in enumerate(ctx.complete(TASKS[0], stream=True, max_tokens=50, n=2), 1):
+        if n == 9:
+            break
+    record = ctx.requests[-1]
+    assert record.finish_reason == "cancelled" and record.generated >= n
+
+
+def test_the_times_of_a_record_are_those_of_all_its_texts(ctx: Context) -> None:
+    """Before, its texts were counted together, but only the time of the first one that ended."""
+    options: dict[str, Any] = {"n": 3, "seed": 4, "max_tokens": 30, "stop": "."}
+    results = ctx.complete("The king had a", **options).choices
+    record = ctx.requests[-1]
+    assert len({result.generated for result in results}) > 1
+    assert record.generated == sum(result.generated for result in results)
+    first = min(result.first_token_s or 0 for result in results)
+    last = max(result.last_token_s or 0 for result in results)
+    assert record.write_s == pytest.approx(last - first)
+    assert record.tokens_per_second == pytest.approx((record.generated - 1) / (last - first))
+    assert record.finish_reason == results[0].finish_reason
+    ctx.complete("Another tale", max_tokens=0)
+    assert ctx.requests[-1].read_s > 0  # no token ends the time in which a prompt is read

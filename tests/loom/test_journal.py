@@ -58,7 +58,9 @@ def test_a_killed_process_loses_no_action_and_goes_on_the_same(
                 if name == "tokens" and data["node"] == node:
                     heard += data["ids"]
                     n += 1
-                if n == n_events or name == "end":
+                if n == n_events or (
+                    name == "job" and data["nodes"] and data["state"] != "running"
+                ):
                     break
             process.process.send_signal(signal.SIGKILL)
             process.process.wait()
@@ -95,7 +97,9 @@ def test_any_actions_are_undone_and_redone_after_a_restart_and_done_once(tmp_pat
                 ways += [{"op": "set", "note": f"note {i}", **on}, {"op": "delete", **on}]
             bodies.append(chance.choice([*ways, *[{"op": "redo", **on}] * page.doc()["redo"]]))
             answer = page.do(**bodies[-1])
-            assert page.do(**bodies[-1]) == answer  # it comes twice
+            there = page.nodes(), page.doc()["undo"]
+            page.do(**bodies[-1])  # it comes twice
+            assert (page.nodes(), page.doc()["undo"]) == there
             if "job" in answer:
                 page.finish(answer["job"])
         before, n = held(page), page.doc()["undo"]
@@ -265,8 +269,7 @@ def test_a_file_that_others_touch_is_made_again_or_left_alone(tmp_path: Path) ->
 
     def works(name: str) -> bool:
         journal.add(Made(id=name))
-        if journal.write():
-            journal.sync()
+        journal.save()
         return journal.saved and len(read(file).nodes) == len(document.nodes)
 
     journal.add(Head())
@@ -328,8 +331,8 @@ def work(file: Path, seed: int) -> None:
                         id=node.id, at=at, ids=ids, lp=none, h=[*none], rk=[*none], src=src, top=top
                     )
                 )
-        if chance.random() < 0.8 and journal.write() and chance.random() < 0.8:
-            journal.sync()
+        if chance.random() < 0.8:
+            journal.save()
         if journal.saved:
             assert journal.unsaved() == 0
             print(

@@ -138,7 +138,7 @@ def test_the_page_is_there_before_the_model(tmp_path: Path) -> None:
     with Paged(tmp_path, waits=False) as page:
         assert ask(page, "/").status == 200
         doc = page.doc()
-        assert doc["state"] == "loading" and doc["model"] is None and doc["nodes"]["id"] == []
+        assert doc["loading"] and doc["model"] is None and doc["nodes"]["id"] == []
         error = page.do("type", 503, text="A king")["error"]
         assert error["type"] == "unavailable_error"
         assert page.api.get("/v1/models").status_code == 503

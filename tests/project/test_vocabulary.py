@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from commands import run
@@ -82,3 +84,21 @@ def test_what_can_be_asked_has_one_name_at_every_door() -> None:
         assert asked <= set(fields.__struct_fields__)
     named = {*re.findall(r"\w+", run("agent", "-h").stdout)}
     assert {"thinking", "parallel_tool_calls", "tool_choice", "tools"} <= named
+
+
+def test_messages_are_plain_english() -> None:
+    """Before, one said "its key_length is 32, that of misfit is 16"."""
+    odd = re.compile(
+        r"\b(that of|those of|of which|there is none|there are none|announces|that one's|"
+        r"not the one|whose largest|whose logit)\b"
+    )
+    told = [
+        f"{path.name}:{node.lineno}: {node.value}"
+        for path in Path(lb.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise | ast.Return)
+        for node in ast.walk(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if odd.search(node.value)
+    ]
+    assert not told, told

@@ -78,7 +78,7 @@ def test_token_that_the_vocabulary_lacks_is_refused_with_its_name(
     toy: lb.Model, capfd: pytest.CaptureFixture[str]
 ) -> None:
     grammar = Grammar('root ::= "a" <nothing> !<|bos|>')
-    with pytest.raises(GrammarError, match="'<nothing>', which is not one token"):
+    with pytest.raises(GrammarError, match="'<nothing>', which is several tokens"):
         Sampler(toy, SamplingParams(), grammar)
     Sampler(toy, SamplingParams(), Grammar("root ::= <|bos|> <[7]> !<[8]>"))
     assert capfd.readouterr().err == ""

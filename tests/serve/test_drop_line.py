@@ -41,7 +41,11 @@ def test_expressions_that_are_invalid_or_match_everything_are_refused() -> None:
     for source in (".*", "", "^", "$", "^$", "a?", "(", "["):
         with pytest.raises((GrammarError, ConfigError), match="drop_lines"):
             ServeSettings(drop_lines=(source,))
-    for source, reason in (("a(", "'a(' is refused: unclosed group"), ("a|^b", "inside are not")):
+    for source, reason in (
+        ("a(", "'a(' is refused: unclosed group"),
+        ("*a", "missing expression"),
+        ("a|^b", "inside are not"),
+    ):
         with pytest.raises(GrammarError, match=re.escape(reason)) as caught:
             ServeSettings(drop_lines=(source,))
         assert "\n" not in str(caught.value)

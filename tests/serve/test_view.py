@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 from serving import Serving, post, serving
 from viewing import everywhere, made_up
+
+from llamabranch import Request
 
 PRIVATE, FILES = "/requests", ["/", "/app/view.js", "/app/view.css", "/app/dom.js", "/app/base.css"]
 
@@ -71,13 +75,37 @@ def test_a_line_has_no_control_characters(server: Serving, monkeypatch: pytest.M
     service = server.server.service
     assert service is not None
     monkeypatch.setattr(service, "log", lines.append)
+    job = service.engine.engine.prepare(Request("x"))
 
-    class Ended:
-        record = next(everywhere("\x1b[31m\u202e\n\x00red"))
+    async def end() -> None:
+        service.log_ends([job])
+        assert job.on_record is not None
+        job.on_record(next(everywhere("\x1b[31m\u202e\n\x00red")))
+        await asyncio.sleep(0)
 
-    service.log_records([Ended()])  # type: ignore[list-item]
+    asyncio.run(end())
     assert len(lines) == 1
     assert lines[0].isprintable()
+
+
+def test_a_client_that_leaves_has_a_line_with_what_was_done_for_it(server: Serving) -> None:
+    """Before, the line said that nothing was generated, and that the whole prompt was read."""
+    before, body = len(listed(server)["requests"]), {"prompt": "The fox", "max_tokens": 900}
+    server.lines.clear()
+    with (
+        server.client() as api,
+        api.stream(
+            "POST", "/v1/completions", json={**body, "stream": True, "ignore_eos": True}
+        ) as answer,
+    ):
+        lines = answer.iter_lines()
+        for _ in range(6):
+            next(lines)
+    while not server.lines:
+        time.sleep(0.005)
+    record = server.ctx.requests[before]
+    assert record.finish_reason == "cancelled" and 900 > record.generated > 0 < record.write_s
+    assert server.lines == [record.line()] and server.lines[0].endswith("  cancelled")
 
 
 def test_a_refused_request_leaves_a_line(server: Serving) -> None:

@@ -379,13 +379,13 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
     "target's width": ("gemma4", {"n_embd": 32, "n_head": 1}, "hidden states of 64"),
     "order": ("gemma4", {"metadata": {"attention.sliding_window_pattern": [0, 1]}}, "last two layers"),
     "target's head size": (
-        "gemma4", {"n_head": 4, "metadata": GEMMA_16}, "key_length is 32, that of",
+        "gemma4", {"n_head": 4, "metadata": GEMMA_16}, "key_length is 32, but ",
     ),
-    "heads": ("gemma4", {"n_head_kv": 2}, "reads 1 K/V heads, layer 0 of misfit has 2"),
+    "heads": ("gemma4", {"n_head_kv": 2}, "reads 1 K/V heads, but layer 0 of misfit has 2"),
     "target's vocabulary": ("gemma4", {"vocab": "small"}, "vocabularies differ"),
-    "layers, kind": ("mimo2", {}, "those of a glm4moe model, misfit is a mimo2 model"),
+    "layers, kind": ("mimo2", {}, "belong to a glm4moe model, and misfit is a mimo2 model"),
     "layers, width": (
-        "glm4moe", {"n_embd": 32}, "hidden states of 64 numbers, those of misfit have 32",
+        "glm4moe", {"n_embd": 32}, "hidden states of 64 numbers, but misfit has 32",
     ),
     "layers, vocabulary": ("glm4moe", {"vocab": "small"}, "vocabularies differ"),
     "no head": ("llama", {}, "is not an EAGLE-3 head and has no MTP layers"),
@@ -565,7 +565,7 @@ def test_layers_without_memory_of_their_own_leave_the_targets_alone(
             lambda: head.kv_seq_keep(0),
             head.kv_cache_clear,
         ):
-            with pytest.raises(lb.errors.UnsupportedError, match="no memory of its own"):
+            with pytest.raises(lb.errors.UnsupportedError, match="has no memory: it reads"):
                 call()
         with pytest.raises(lb.errors.UnsupportedError, match="caches no prefixes"):
             lb.Context(head.model, target=ctx, prefix_cache=True)
@@ -613,7 +613,7 @@ def test_command_line_takes_heads(folder: Path) -> None:
         drafted = answer(*speculate, *target, "--draft", head)
         assert drafted["stats"]["num_draft_tokens"] > 0
         assert drafted["tokens"] == answer(*speculate, *target, "--draft", "none")["tokens"]
-    for head, reason in (("mtp", "has no MTP layers"), (layers, "those of a mimo2 model")):
+    for head, reason in (("mtp", "has no MTP layers"), (layers, "belong to a mimo2 model")):
         assert reason in said_by(*speculate, "--draft", head)
 
 

@@ -29,7 +29,7 @@ function keepPlace() {
   const { current, doc } = store;
   if (!current || current === doc.current || !net.connected || exported()) return;
   doc.current = current;
-  void act("set", { node: current, current: true });
+  void act("show", { node: current });
 }
 
 /** What happens once the reader stays at a node: text without numbers, such as imported text, is scored when first seen. */
@@ -139,19 +139,19 @@ const run = {
     tell("Deleted; u brings it back.");
   },
   undo: () => inTurn(async () => {
-    const { op, node } = (await act("undo"))?.undone ?? {};
+    const answer = await act("undo"), { op, node } = answer?.undone ?? {};
     if (op) putNode(node);
     const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
     if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
-    tell(op ? "Undone." : "There is nothing to undo.");
+    if (answer) tell("Undone.");
   }),
   redo: () => inTurn(async () => {
-    const { op, node, nodes = [] } = (await act("redo"))?.redone ?? {};
+    const answer = await act("redo"), { op, node, nodes = [] } = answer?.redone ?? {};
     if (op) putNode(node);
     if (op === "delete" && node.flags & FLAGS.deleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
-    tell(op ? "Redone." : "There is nothing to redo.");
+    if (answer) tell("Redone.");
   }),
   find: () => $("find").focus(),
   copy: copyText,
@@ -232,7 +232,7 @@ export function drawState() {
   for (const id of ["columns", "lens-line", "legend", "actions", "bar-row"]) $(id).hidden = empty;
   attribute(root, "data-empty", empty && (store.nodes.size ? "text" : "all"));
   $("start").disabled = !canWrite;
-  $("loading").textContent = state === "model-loading" ? (doc.loading?.message ?? "The model is being loaded …") : "";
+  $("loading").textContent = state === "model-loading" ? doc.loading : "";
   if (empty && was) $("begin").focus();
   if (store.drafts.begin && !empty && reopened) store.drafts.begin.open = false;
   if (empty) drawBeginning(model);

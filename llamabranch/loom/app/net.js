@@ -44,7 +44,7 @@ function begun(cid, node) {
   beginnings.delete(cid);
 }
 
-const QUIET = ["set", "score"]; // operations without a user's action keep the footer
+const QUIET = ["show", "score"]; // operations without a user's action keep the footer
 
 /** Do an action. While the connection is lost it is repeated under the same id, so that it is done once. If the server
  * refuses it, the footer shows why, and the answer is null.
@@ -128,24 +128,19 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => {
-    const marks = store.nodes.get(node.id)?.flags;
+    const { flags, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
     putNode(node);
     begun(cid, node);
-    return ["tree", "text", "inspect", ...(marks === node.flags ? [] : ["state"])];
+    if (reason === "running" && node.reason !== reason)
+      tell(`${plural(node.read ?? 0, "prompt token")} read${node.rate ? `, ${short(node.rate)} tokens/s` : ""}.`);
+    return ["tree", "text", "inspect", "live", ...(flags === node.flags ? [] : ["state"])];
   },
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),
-  end: (data) => {
-    const node = store.nodes.get(data.node);
-    if (node) Object.assign(node, { reason: data.reason, seed: data.seed, read: data.read, cached: data.cached, rate: data.rate });
-    tell(`${plural(data.read, "prompt token")} read${data.rate ? `, ${short(data.rate)} tokens/s` : ""}.`);
-    return ["tree", "text", "inspect", "legend"];
-  },
   job: (data) => {
     store.jobs.set(data.id, data);
     if (data.state === "stopped") store.looked.add(data.node).add(store.current); // otherwise the page would begin to process it again
-    const message = data.error?.message;
-    if (message) tell(message);
+    if (data.error) tell(data.error);
     return ["state", "live", "inspect", "legend"];
   },
   set: (data) => (Object.assign(store.doc, data), ["state"]),

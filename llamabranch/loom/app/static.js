@@ -25,7 +25,7 @@ const answering = ({ title, model }) => async (/** @type {string} */ path) => {
   const [name, query] = path.split("?");
   if (name === "/loom/find") return findIn(new URLSearchParams(query).get("q") ?? "");
   if (name === "/loom/doc") {
-    return { state: "ready", file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, model,
+    return { loading: null, file: { name: title, read_only: "This is an exported file.", saved: true, error: null }, model,
       nodes: { id: [] }, undo: 0, redo: 0 };
   }
   throw Object.assign(new Error("This is an exported file. It has no model."), { status: 409 });

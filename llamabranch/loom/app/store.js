@@ -62,7 +62,7 @@ function keptIn(storage) {
 /** Everything that is known. `revision` counts changes of the tree's shape; `end` is where the shown path ends. */
 export const store = {
   /** @type {Map<string, Node>} */ nodes: new Map(),
-  /** @type {Loose} */ doc: { model: null, file: {}, state: "loading", undo: 0, redo: 0 },
+  /** @type {Loose} */ doc: { model: null, file: {}, loading: "The model is being loaded …", undo: 0, redo: 0 },
   /** @type {Map<string, Loose>} */ jobs: new Map(),
   /** @type {string | null} */ current: null,
   /** @type {number | null} null: to the end of the node, also when it grows */ end: null,
@@ -313,7 +313,7 @@ export function stateOf(net) {
   const running = [...jobs.values()].filter((job) => job.state === "running");
   /** @type {Record<string, any>} */ const states = {
     "no-session": !net.session, "connection-lost": !net.connected,
-    "model-loading": doc.state === "loading", "reading-again": running.some(({ message }) => message),
+    "model-loading": doc.loading, "reading-again": running.some(({ message }) => message),
     generating: running.length, "disk-error": doc.file.error, "read-only": doc.file.read_only,
   };
   return Object.keys(states).find((name) => states[name]) ?? "ready";

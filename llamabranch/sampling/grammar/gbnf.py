@@ -316,7 +316,9 @@ class Gbnf:
         token, is_other = self.tokens[number]
         if isinstance(token, str):
             ids = {*model.handle.tokenize(token.encode(), False, True)}
-            lacks = f"{token!r}, which is not one token of this vocabulary" if len(ids) != 1 else ""
+            lacks = (
+                f"{token!r}, which is several tokens in this vocabulary" if len(ids) != 1 else ""
+            )
         else:
             ids = {token}
             lacks = f"<[{token}]>, but this vocabulary has {model.n_vocab} tokens"

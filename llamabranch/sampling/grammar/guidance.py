@@ -200,10 +200,10 @@ class LinePattern:
         try:
             grammar = compiled("regex", f"{head}(?:{inner}){tail}")
         except GrammarError as error:
-            reason = re.findall("error: (.+)", str(error)) or [
-                r"^, $ and \b inside are not supported"
-            ]
-            raise GrammarError(f"{source[:100]!r} is refused: {reason[-1]}") from error
+            reason = str(error).partition("refused: ")[2]
+            if "lookarounds" in reason:  # what llguidance calls them, with the whole expression
+                reason = r"^, $ and \b inside are not supported"
+            raise GrammarError(f"{source[:100]!r} is refused: {reason}") from error
         self._matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
         if self.matches(""):
             raise GrammarError(f"{source!r} matches lines without a text")

@@ -564,7 +564,7 @@ def test_exported_file_works_from_disk_without_a_request(
     with from_disk(chromium, file) as page:
         assert "".join(tokens(page)) == text
         assert page.locator(ROWS).count() == n_rows
-        page.locator("#text [data-token]").last.hover()
+        page.locator("#text").press("End")  # the last token may be a line end, which has no width
         page.locator("[data-alternative]").first.wait_for()
         page.locator("#text").press("v")
         assert lens_of(page) == "probability"

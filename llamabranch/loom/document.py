@@ -17,8 +17,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
-from ..model import Model
-from ..model.model import token_piece
 from ..model.tree import TextNode
 from .window import Window
 
@@ -399,11 +397,6 @@ class Document:
         if self.current is not None and not self.nodes[self.current].hidden:
             yield Change(id=self.current, name="current")
 
-    def learn(self, model: Model, ids: Iterable[int]) -> list[Record]:
-        """Return a record with the texts of new token ids, if there are any."""
-        new = {token: token_piece(model, token) for token in set(ids) - self.pieces.keys()}
-        return [Pieces(p=new)] if new else []
-
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
         """Return the text of tokens as UTF-8. With ``names``, control tokens are written by name."""
         return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
@@ -451,16 +444,15 @@ class Document:
     def node_fields(self, node: Node) -> dict[str, object]:
         """Return everything about a node except its tokens.
 
-        ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` are the means over its own tokens.
+        ``lp`` and ``h`` are the means over its own tokens.
         """
         record = node.made
         lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))
-        marks = node.deleted, node.rounds, node.bookmark, node.note
         return {
             **{name: getattr(record, name) for name in _FACTS},
             **{name: getattr(node.ended, name, None) for name in ("read", "cached", "rate")},
             "id": node.id, "n": len(node.ids), "reason": node.reason,
-            "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
+            "deleted": node.deleted, "bookmark": node.bookmark,
             "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
             "note": node.note, "hidden": node.hidden,
             "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
@@ -469,7 +461,7 @@ class Document:
 
     def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, with the fields that every node has."""
-        names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
+        names = ["id", "parent", "at", "n", "kind", "by", "reason", "deleted", "bookmark", "text"]
         names += ["lp", "h", "known", "note", "turns"]
         nodes = [self.node_fields(node) for node in self.shown()]
         columns = {name: [fields[name] for fields in nodes] for name in names}

@@ -81,6 +81,8 @@ class Journal:
         self._lock: IO[bytes] | None = None
         self._mutex, self._saving = Lock(), Lock()
         if not read_only:
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is not a file", hint="for example tale.loom.jsonl")
             self._open()
         try:
             self._load(path.read_bytes() if path.exists() else b"")
@@ -110,7 +112,10 @@ class Journal:
             )
         self._size = size
         self._kept = {name: len(node.ids) for name, node in self._document.nodes.items()}
-        if damage is not None:
+        head = self._document.head
+        if head is not None and head.version > Head().version:
+            self.read_only = "A newer llamabranch has written it. What this one can read is shown."
+        elif damage is not None:
             line, self.cause = damage
             told = "What came before is shown; export it to go on."
             self.read_only = f"The file is damaged at line {line}. {told}"

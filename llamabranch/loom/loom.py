@@ -41,6 +41,7 @@ from .document import (
     Seed,
     Thinking,
     Tokens,
+    unread,
 )
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
@@ -56,12 +57,14 @@ _BEGINNING, _END = "There was once a king who lived in a", " kitchen."
 _SEED, _N, _TOKENS = 7, 3, 12
 
 
-class TextSettings(Struct, kw_only=True):
+class BarFields(Struct, kw_only=True, omit_defaults=True):
     """How a text is sampled, where it stops, which grammar it follows, what else the model sees.
 
     ``thinking`` is for chats, ``memory`` and ``authors_note`` are for texts.
     """
 
+    n: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: Seed | None = None
     sampling: SamplingFields | None = None
     stop: list[Annotated[str, Meta(min_length=1)]] = []
@@ -74,14 +77,7 @@ class TextSettings(Struct, kw_only=True):
     authors_note: str = ""
 
 
-class BarFields(TextSettings, kw_only=True, omit_defaults=True):
-    """The settings of the bar next to Continue."""
-
-    n: Annotated[int, Meta(ge=1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-
-
-class Do(TextSettings, kw_only=True):
+class Do(BarFields, kw_only=True):
     """The body of POST /loom/do: an operation and its fields."""
 
     op: str
@@ -98,13 +94,12 @@ class Do(TextSettings, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)] = 24
     resume: bool = False
     token: int | None = None
-    job: str | None = None
     bookmark: bool | None = None
     note: str | None = None
     set: dict[Mode, BarFields] = {}
 
 
-async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
+async def text_grammar(settings: BarFields | Made) -> Grammar | None:
     """Return the grammar that a text must follow, or None.
 
     Raises:
@@ -274,7 +269,7 @@ class Loom(Live):
             fixed=fixed, places=[turn.at for turn in turns if turn.role == "user"],
         )  # fmt: skip
 
-    def check_mode(self, mode: Mode, settings: TextSettings) -> None:
+    def check_mode(self, mode: Mode, settings: BarFields) -> None:
         """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
         if mode == "chat" and settings.thinking is not None:
             plan_thinking(self.service.model, [], settings.thinking)
@@ -284,7 +279,7 @@ class Loom(Live):
                 said = ASIDES.get(name, name)
                 raise HttpError(400, f"{said} is not for {mine}", param=name)
 
-    async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
+    async def asides(self, settings: BarFields | Made) -> list[list[int]]:
         """Return the tokens of the memory and of the author's note, each with the end of its line.
 
         Raises:
@@ -401,12 +396,10 @@ class Loom(Live):
                         partial(model.tokenize, add_special=False) if at else model.prompt_tokens
                     )
                     ids = tokenize(found.text(found.nodes[record.id]), parse_special=False)
-                    records += self.plain(names[record.id], ids, ("t" if at else "p") * len(ids))
                     ends[record.id] = at + len(ids)
-                    continue
+                    record = unread(record.id, ids, ("t" if at else "p") * len(ids))
                 case Tokens():
-                    model.check_tokens(ids := record.named())
-                    records += self.document.learn(model, ids)
+                    model.check_tokens(record.named())
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]
@@ -453,7 +446,7 @@ class Example:
         loom = Loom(Path(os.devnull), 0, service_of, read_only=True)
         loom.ready()
         ids, start = [await loom.service.tokenize(text) for text in (_BEGINNING + _END, _BEGINNING)]
-        records = [Made(id="n1", kind="prompt"), *loom.plain("n1", ids, "p" * len(ids))]
+        records = [Made(id="n1", kind="prompt"), unread("n1", ids, "p" * len(ids))]
         for i in range(1, 1 + _N):
             records.append(Made(
                 id=f"n{1 + i}", parent="n1", at=n_common(ids, start), kind="sampled", by="A",

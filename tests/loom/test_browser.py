@@ -254,7 +254,7 @@ def test_two_branches_side_by_side(page: Page) -> None:
     columns = page.locator("#pair .column")
 
     def texts() -> list[str]:
-        page.wait_for_function("document.querySelectorAll('#pair .column .t').length > 1")
+        page.wait_for_function("() => document.querySelectorAll('#pair .column .t').length > 1")
         found: list[str] = columns.evaluate_all("all => all.map(each => each.textContent)")
         return found
 
@@ -464,7 +464,7 @@ def copied(page: Page, do: Callable[[], None]) -> str:
     """What an action copies. The browser writes the clipboard when it gets to it."""
     page.evaluate("navigator.clipboard.writeText('')")
     do()
-    page.wait_for_function("navigator.clipboard.readText().then(text => text.length > 0)")
+    page.wait_for_function("() => navigator.clipboard.readText().then(text => text.length > 0)")
     return str(page.evaluate("navigator.clipboard.readText()"))
 
 
@@ -560,9 +560,12 @@ def test_exported_file_works_from_disk_without_a_request(
 ) -> None:
     text = "".join(written(page))
     n_rows = page.locator(ROWS).count()
+    for is_marked in (True, False):
+        do(page, "set", node=chosen(page), bookmark=is_marked)
     file = exported(page, tmp_path)
     with from_disk(chromium, file) as page:
         assert "".join(tokens(page)) == text
+        assert page.locator("[aria-selected=true] .words[data-marks*='★']").count() == 0
         assert page.locator(ROWS).count() == n_rows
         page.locator("#text").press("End")  # the last token may be a line end, which has no width
         page.locator("[data-alternative]").first.wait_for()

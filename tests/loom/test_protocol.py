@@ -186,6 +186,8 @@ def test_edits_keep_what_is_before_the_first_change(page: Paged, root: Any) -> N
     assert page.text(node["id"]) == START + " king and a queen"
     same = page.do("type", node=node["id"], at=root["n"], text=" king and a queen", edit=True)
     assert same["same"] and same["node"]["id"] == node["id"]
+    edit = {"node": node["id"], "at": 0, "text": "", "edit": True}
+    assert page.do("type", 400, **edit)["error"]["message"] == "the text is empty"
     # Inside a character whole ones are kept.
     node = page.type("The price is 5 \N{EURO SIGN} and")["id"]
     text = page.text(node)
@@ -193,6 +195,20 @@ def test_edits_keep_what_is_before_the_first_change(page: Paged, root: Any) -> N
     new = text[len(skipped) :].replace("\N{EURO SIGN}", "\N{POUND SIGN}")
     edited = page.do("type", node=node, at=1, text=new, edit=True)["node"]
     assert page.text(edited["id"]) == text.replace("\N{EURO SIGN}", "\N{POUND SIGN}")
+
+
+def test_nothing_grows_from_a_deleted_branch(page: Paged) -> None:
+    """What is typed in one tab stays in its box if another tab has deleted the branch."""
+    root = page.type("There was a queen")
+    child = page.type(" who had a fox", root["id"])
+    page.do("delete", node=child["id"])
+    for op in ("type", "continue", "fork"):
+        refused = page.do(op, 409, node=child["id"], text=" and a dog", token=5)
+        assert refused["error"]["message"] == "this branch was deleted; undo brings it back"
+    assert page.type(" who had a dog", child["id"], at=child["at"])["parent"] == child["id"]
+    page.do("undo")
+    page.do("undo")
+    page.type(" and a dog", child["id"])
 
 
 def test_a_find_finds_every_place(tmp_path: Path) -> None:
@@ -281,7 +297,7 @@ def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> N
     answer = page.do("continue", node=root["id"], n=1, max_tokens=800)
     node, job = answer["nodes"][0]["id"], answer["job"]
     page.wait(lambda: bool(page.of("tokens", node=node)))
-    page.do(op, **({"job": job} if op == "stop" else {}))
+    page.do(op)
     assert page.finish(job)["state"] == "stopped"
     assert (node in page.nodes()) == (op == "stop")
     if op == "stop":  # what is there is kept

@@ -3,7 +3,7 @@
 import { $, fill, h, label, plural, redraw, tell, visible, warn } from "./dom.js";
 import { choose } from "./lenses.js";
 import { backend, fetchDoc } from "./net.js";
-import { FLAGS, select, store } from "./store.js";
+import { select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
 import { showPane } from "./where.js";
@@ -56,7 +56,7 @@ async function bring(/** @type {any} */ file) {
   tell(`${plural(answer.count, "node")} imported.${more && ` The ${more} went to the settings of texts.`}`);
 }
 
-export const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));
+export const bookmarked = () => [...store.nodes.values()].filter(({ bookmark, id }) => bookmark && segmentOf(id));
 
 /** Export the document, or import a file. */
 export const exportDialog = () => ask("Export and import", [

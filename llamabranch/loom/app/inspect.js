@@ -4,7 +4,7 @@ import { $, attribute, fill, h, label, percent, plural, rough, visible } from ".
 import { barOf, settingsOf } from "./bar.js";
 import { SOURCES, lens, looks, sourceOf, sparing } from "./lenses.js";
 import { act } from "./net.js";
-import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
+import { look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { attend, moveTo, named, pointedAt, topsAt } from "./text.js";
 import { isChat } from "./turns.js";
@@ -92,7 +92,7 @@ function origin(c, i) {
     "written with": isModels && settingsOf({ ...node, seed: null }, isChat(c) ? "chat" : "text").join(", "),
     memory, "author’s note": node.authors_note,
     read: node.read != null && `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`,
-    note, bookmark: node.flags & FLAGS.bookmark ? "★" : null }),
+    note, bookmark: node.bookmark && "★" }),
   h("details", { open: isDetailed, ontoggle: (/** @type {any} */ event) => (isDetailed = event.target.open) }, h("summary", {}, "Details"), facts({
     exact: c.lp[i] <= 0 && `p ${Math.exp(c.lp[i]).toPrecision(6)}, ln p ${c.lp[i].toPrecision(6)}, entropy ${c.h[i].toPrecision(6)}`,
     seed, draft: round && `${round.accepted} of ${plural(round.draft.length, "token")} fitted`,

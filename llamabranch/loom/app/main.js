@@ -3,7 +3,7 @@
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
 import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
 import { act, connect, net } from "./net.js";
-import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
+import { keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
 import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
@@ -118,7 +118,7 @@ const run = {
     look({ ghosts: !view.ghosts });
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
-  bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
+  bookmark: () => selected() && act("set", { node: store.current, bookmark: !selected()?.bookmark }),
   note: () => {
     const node = selected();
     if (!node) return;
@@ -142,13 +142,13 @@ const run = {
     const answer = await act("undo"), { op, node } = answer?.undone ?? {};
     if (op) putNode(node);
     const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
-    if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
+    if (op === "delete" ? !node.deleted : !store.current && before !== node?.id) select(before, end);
     if (answer) tell("Undone.");
   }),
   redo: () => inTurn(async () => {
     const answer = await act("redo"), { op, node, nodes = [] } = answer?.redone ?? {};
     if (op) putNode(node);
-    if (op === "delete" && node.flags & FLAGS.deleted) leave(node);
+    if (op === "delete" && node.deleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
     if (answer) tell("Redone.");

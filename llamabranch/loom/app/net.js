@@ -59,6 +59,7 @@ export async function act(op, fields = {}, first, wrong) {
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
     try {
       const answer = await backend.ask("/loom/do", { method: "POST", body });
+      await fetched;
       const { job, nodes = answer.node ? [answer.node] : [] } = answer; // events bring the same nodes, mostly earlier
       const unseen = nodes.filter((/** @type {any} */ { id }) => id && !store.nodes.has(id)).map(putNode);
       if (nodes.length) begun(cid, nodes[0]);
@@ -85,12 +86,17 @@ function connection(is) {
   redraw(["state", "tree", "text", "inspect"]);
 }
 
-export async function fetchDoc() {
-  const doc = await get("/loom/doc");
-  putDoc(doc);
-  net.connected = true;
-  redraw(["state", "tree", "text", "inspect", "live", "legend"]);
-  return doc;
+/** @type {Promise<any>} the document, which must be here before what came later */ let fetched = Promise.resolve();
+
+/** Fetch the document, after the one that is on its way. */
+export function fetchDoc() {
+  const next = fetched.then(async () => {
+    putDoc(await get("/loom/doc"));
+    net.connected = true;
+    redraw(["state", "tree", "text", "inspect", "live", "legend"]);
+  });
+  fetched = next.catch(() => {});
+  return next;
 }
 
 /** @type {Set<string>} */
@@ -128,12 +134,12 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => {
-    const { flags, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
+    const { bookmark, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
     putNode(node);
     begun(cid, node);
     if (reason === "running" && node.reason !== reason)
       tell(`${plural(node.read ?? 0, "prompt token")} read${node.rate ? `, ${short(node.rate)} tokens/s` : ""}.`);
-    return ["tree", "text", "inspect", "live", ...(flags === node.flags ? [] : ["state"])];
+    return ["tree", "text", "inspect", "live", ...(bookmark === node.bookmark ? [] : ["state"])];
   },
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),
@@ -144,14 +150,10 @@ const EVENTS = {
     return ["state", "live", "inspect", "legend"];
   },
   set: (data) => (Object.assign(store.doc, data), ["state"]),
-  reset: () => {
-    fetched = fetchDoc().catch(() => {});
-    return [];
-  },
+  reset: () => (void fetchDoc().catch(() => {}), []),
 };
 
 /** @type {EventSource | null} */ let events = null;
-/** @type {Promise<any>} the document, which must be here before later events */ let fetched = Promise.resolve();
 
 /** Listen for events; the first one makes the page fetch the document. After a lost connection the browser tries again. If it
  * was refused, that works once the browser has a session, for example because the new link was opened in another tab. */

@@ -4,7 +4,7 @@
 import { $, attribute, fill, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
+import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -43,7 +43,7 @@ const keptBeside = keptPath();
 /** The branch that is shown beside the text, if any, and where the two part. */
 export function besides() {
   const c = shownPath(), node = store.current && view.typingAt < 0 ? store.nodes.get(view.beside ?? "") : null;
-  const other = node && !(node.flags & FLAGS.deleted) ? keptBeside(node.id, null) : null;
+  const other = node && !node.deleted ? keptBeside(node.id, null) : null;
   if (parted.c === c && parted.other === other) return parted;
   let at = other ? 0 : c.n;
   while (other && at < Math.min(c.n, other.n) && c.ids[at] === other.ids[at]) at++;

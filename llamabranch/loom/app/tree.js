@@ -3,7 +3,7 @@
 import { $, attribute, clip, h, label, later, redraw, set } from "./dom.js";
 import { binOf, lens } from "./lenses.js";
 import { fetchPath } from "./net.js";
-import { FLAGS, holder, select, store, texts } from "./store.js";
+import { holder, select, store, texts } from "./store.js";
 
 /** @typedef {import("./store.js").Node} Node */
 /** @typedef {object} Segment a stretch without forks, over one node or several
@@ -27,7 +27,7 @@ let high = LOW; // px of a row
 
 /** Cut the nodes into segments. */
 function build() {
-  const shown = [...store.nodes.values()].filter(({ flags }) => !(flags & FLAGS.deleted));
+  const shown = [...store.nodes.values()].filter(({ deleted }) => !deleted);
   const forks = Map.groupBy(shown, (node) => holder(node)?.id ?? "");
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
@@ -248,7 +248,7 @@ function drawRow(row, segment, place, chosen) {
   const isClosed = closed.has(segment.key);
   const [, words, line] = row.children;
   const { bin, worst } = strip(segment);
-  const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
+  const marks = (node.bookmark ? " ★" : "") + (node.note ? " ✎" : "")
     + (isClosed ? `  ${children.length}` : "");
   const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // rounded, so that most new tokens change no style
   set(row, {

@@ -62,6 +62,17 @@ export function keepTyped(field, name, wrong, draft = () => (field.value ? {} : 
   return save;
 }
 
+/** The text of a box with the line ends of the text that was put into it, as far as that has not changed. A box has only \n.
+ * @param {string} was @param {string} now */
+function withLineEnds(was, now) {
+  if (!was.includes("\r")) return now;
+  const before = was.split(/(\r\n|[^])/).filter(Boolean), after = before.map((each) => each.replace(/\r\n?/, "\n"));
+  let a = 0, b = 0;
+  while (a < now.length && a < after.length && now[a] === after[a]) a++;
+  while (a + b < now.length && a + b < after.length && now.at(-1 - b) === after.at(-1 - b)) b++;
+  return before.slice(0, a).join("") + now.slice(a, now.length - b) + before.slice(before.length - b).join("");
+}
+
 /** Open a box to write in. An edit is in the place of the text. @param {Omit<Draft, "node" | "end"> & Partial<Draft>} what
  * @param {boolean} [focuses] */
 function openBox(what, focuses = true) {
@@ -90,11 +101,11 @@ function openBox(what, focuses = true) {
     $("text").focus({ preventScroll: true });
   };
   const keep = async (/** @type {boolean} */ more) => {
-    if (text.value === was && !(more && isEdit)) return close();
+    if (withLineEnds(was, text.value) === was && !(more && isEdit)) return close();
     fill(wrong);
     text.readOnly = true;
     const isTurn = kind === "turn" || kind === "reply", where = kind === "turn" ? { turn: draft.turn } : { at, edit: kind === "edit" };
-    const answer = await act(isTurn ? "chat" : "type", { node: draft.node, text: text.value, ...where, ...(roles.length && { role: role.value }) }, undefined, wrong);
+    const answer = await act(isTurn ? "chat" : "type", { node: draft.node, text: withLineEnds(was, text.value), ...where, ...(roles.length && { role: role.value }) }, undefined, wrong);
     text.readOnly = false;
     if (!answer) return;
     close();
@@ -107,7 +118,7 @@ function openBox(what, focuses = true) {
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
       h("button", { type: "button", onclick: () => keep(false) }, "Keep as a branch ", h("kbd", {}, "Esc")),
       h("button", { type: "button", onclick: close }, "Discard"))));
-  const save = keepTyped(text, place, wrong, () => (text.value === was ? null : { ...draft, role: role.value }));
+  const save = keepTyped(text, place, wrong, () => (withLineEnds(was, text.value) === was ? null : { ...draft, role: role.value }));
   const park = () => {
     save();
     if (store.drafts[place]) keepDraft(place, { ...store.drafts[place], open: false });

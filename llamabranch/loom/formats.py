@@ -19,7 +19,6 @@ from msgspec import Raw
 
 from ..arguments import nearest
 from ..errors import ConfigError
-from ..request.fields import SamplingFields
 from ..serve.messages import in_words
 from . import page
 from .document import (
@@ -273,8 +272,6 @@ def _document(records: Iterable[Raw | bytes], name: str) -> Document:
             known = record.__struct_fields__
             for field in fields.keys() - {"op", *known, *_OLD_FIELDS}:
                 raise ValueError(f"unknown field `{field}`; {nearest(field, known, 'fields')}")
-            if isinstance(record, Made):
-                msgspec.convert(record.sampling, SamplingFields)
             if isinstance(record, Head) and record.version > Head().version:
                 raise ValueError("a newer llamabranch has written this file")
             document.apply(record)

@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from ..errors import ConfigError
-from .document import AnyRecord, Change, Document, Head, Node, Record, Tokens
+from .document import AnyRecord, Change, Document, Head, Node, Tokens
 
 _read = msgspec.json.Decoder(AnyRecord).decode
 _BAD = (msgspec.MsgspecError, LookupError, ValueError, RecursionError)
@@ -124,7 +124,7 @@ class Journal:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def add(self, record: Record) -> None:
+    def add(self, record: AnyRecord) -> None:
         """Apply a record and keep it for the next ``save``."""
         record.r, record.t = self._document.rev + 1, int(1e3 * time())
         self._document.apply(record)

@@ -29,7 +29,7 @@ from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, Node, Pieces, Record, Tokens, short
+from .document import AnyRecord, Change, Document, Ended, Kept, Node, Pieces, Tokens, short
 from .journal import Journal
 from .turns import answers, head_of
 from .window import prompt_of, scoring_window
@@ -186,12 +186,12 @@ class Live:
 
     # -- records ---------------------------------------------------------------------------------------
 
-    def add(self, *records: Record) -> None:
+    def add(self, *records: AnyRecord) -> None:
         """Add records to the document and its file, after the tokens that came before."""
         self.send_tokens()
         self.keep(*records)
 
-    def keep(self, *records: Record) -> None:
+    def keep(self, *records: AnyRecord) -> None:
         """Add records to the document; they are on the disk within about 0.25 s, if it has space."""
         for record in records:
             if isinstance(record, Tokens):

@@ -309,12 +309,12 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
     with Paged(tmp_path) as page:
         assert page.doc()["bars"] == {}
         bar = {"n": 2, "max_tokens": 7, "sampling": {"temperature": 0.5}, "regex": "[a-z ]+"}
-        told = page.do("bar", set={"text": bar})["bars"]["text"]
+        told = page.do("bar", mode="text", bar=bar)["bars"]["text"]
         assert told["n"] == 2 and told["sampling"] == {"temperature": 0.5}
         page.wait(lambda: bool(page.of("set", bars={"text": told})))
         undo = page.doc()["undo"]
-        page.do("bar", 400, set={"text": {"max_tokens": 0}})
-        page.do("bar", 400, set={"poem": {}})
+        page.do("bar", 400, mode="text", bar={"max_tokens": 0})
+        page.do("bar", 400, mode="poem", bar={})
         root = page.type(START)
         wrong: list[dict[str, Any]] = [
             {"n": 0}, {"n": 10_000}, {"max_tokens": -1}, {"sampling": {"temperature": -1}},
@@ -325,13 +325,13 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
             {"stop": [""]},
         ]  # fmt: skip
         for fields in wrong:
-            page.do("bar", 400, set={"text": fields})
+            page.do("bar", 400, mode="text", bar=fields)
         wrong += [{"at": -1}, {"at": 0}, {"at": 999}]
         for fields in wrong:
             page.do("continue", 400, node=root["id"], **fields)
         assert page.nodes() == [root["id"]]
         assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo + 1  # the root
-        page.do("bar", set={"chat": {"n": 1}})
+        page.do("bar", mode="chat", bar={"n": 1})
         made = page.grow(root["id"], 2, **{k: v for k, v in told.items() if k != "n"}, seed="4")
         for node in made:
             text = page.text(node["id"]).removeprefix(page.text(root["id"]))
@@ -513,6 +513,9 @@ def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) ->
     for name in ("memory", "authors_note"):
         refused = page.do("continue", 400, node=root["id"], **{name: "far too long " * 99})["error"]
         assert refused["param"] == name and "of the context" in refused["message"]
+    both = {"memory": "a king " * 40, "authors_note": "a queen " * 40}  # each one has room
+    message = page.do("continue", 400, node=root["id"], **both)["error"]["message"]
+    assert message.startswith("the memory and the author's note have ")
     page.do("continue", 400, node=root["id"], thinking=True)
 
 

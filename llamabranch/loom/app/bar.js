@@ -50,7 +50,7 @@ export function settingsOf(bar, mode) {
 
 /** Keep a bar in the document. Raises an error if the server refuses it. @param {string} mode @param {Bar} bar */
 async function keepBar(mode, bar) {
-  const body = bodyOf({ cid: crypto.randomUUID(), op: "bar", set: { [mode]: bar } });
+  const body = bodyOf({ cid: crypto.randomUUID(), op: "bar", mode, bar });
   const { bars } = stateOf(net) === "read-only" ? { bars: { ...store.doc.bars, [mode]: bar } }
     : await backend.ask("/loom/do", { method: "POST", body });
   store.doc.bars = bars;

@@ -1,6 +1,6 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, where it came from, its branch.
-import { $, attribute, fill, h, label, percent, plural, rough, visible } from "./dom.js";
+import { $, attribute, clip, fill, h, label, percent, plural, rough, visible } from "./dom.js";
 import { barOf, settingsOf } from "./bar.js";
 import { SOURCES, lens, looks, sourceOf, sparing } from "./lenses.js";
 import { act } from "./net.js";
@@ -78,6 +78,9 @@ let isDetailed = false; // the details are open
 const facts = (all) => h("dl", { class: "facts" }, Object.entries(all).filter(([, value]) => value || value === 0)
   .map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))]));
 
+/** The beginning of a text that may be long. @param {string} [text] */
+const brief = (text = "") => (text.length > 120 ? `${clip(text, 120)}…` : text);
+
 /** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */
 function origin(c, i) {
   const node = store.nodes.get(ownerOf(c, i) ?? "");
@@ -90,7 +93,7 @@ function origin(c, i) {
   return [h("h3", {}, "Origin"), facts({
     source: /** @type {any} */ (SOURCES)[sourceOf(c, i)] ?? "unknown",
     "written with": isModels && settingsOf({ ...node, seed: null }, isChat(c) ? "chat" : "text").join(", "),
-    memory, "author’s note": node.authors_note,
+    memory: brief(memory), "author’s note": brief(node.authors_note),
     read: node.read != null && `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`,
     note, bookmark: node.bookmark && "★" }),
   h("details", { open: isDetailed, ontoggle: (/** @type {any} */ event) => (isDetailed = event.target.open) }, h("summary", {}, "Details"), facts({

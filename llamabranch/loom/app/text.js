@@ -109,7 +109,7 @@ const ownNodes = (c) => [...c.owners.map(({ id }) => store.nodes.get(id)), ...fo
   .filter((node) => ["sampled", "taken"].includes(node?.kind));
 
 /** What the model sees of a text that is longer than its context, in words; "" if it sees all. */
-export const inContext = () => (gone.from <= gone.head ? "" : [`The model sees the text from the line on: ${plural(shownPath().n - gone.from, "token")}`,
+export const inContext = () => (gone.from <= gone.head ? "" : [`The model sees what is below the line: ${plural(shownPath().n - gone.from, "token")}`,
   gone.memory && `${plural(gone.memory, "token")} of memory`, gone.note && `${plural(gone.note, "token")} of the author’s note`,
   gone.head > 1 && "the system message"].filter(Boolean).join(", "));
 

@@ -323,6 +323,12 @@ def test_the_bar_is_kept_in_the_document_and_used(chromium: Browser, tmp_path: P
         kept = json.loads(page.locator("dialog [name=follow]").input_value())
         assert kept == {"enum": ["north", "south"]}
         assert page.locator("dialog [name=kind]").input_value() == "json_schema"
+        page.keyboard.press("Escape")
+        set_bar(
+            page, temperature="0", kind="free", seed="5"
+        )  # top-p, top-k and min-p do nothing then
+        said = page.locator("#bar-said").inner_text()
+        assert "2 texts, limit: 5 tokens, temperature 0, seed 5, stop at" in said
 
 
 def test_the_bar_sets_memory_and_a_note_of_texts(chromium: Browser, tmp_path: Path) -> None:
@@ -352,6 +358,7 @@ def test_the_bar_sets_how_answers_think(chromium: Browser, tmp_path: Path) -> No
         page.keyboard.press("Escape")
         for values, said, kept in (
             ({"thinking": "on", "budget": "3"}, "thinking for 3 tokens at most", 3),
+            ({"thinking": "on", "budget": "0"}, "no thinking", 0),
             ({"thinking": "on", "budget": ""}, "thinking", True),
             ({"thinking": "off"}, "no thinking", False),
         ):

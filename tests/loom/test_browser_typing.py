@@ -282,7 +282,7 @@ def test_what_is_typed_is_back_after_a_reload_until_it_is_discarded(page: Page) 
     title = saved.get_attribute("title") or ""
     assert "typing" not in title and "tale.loom.jsonl" in title
     saved.click()
-    told(page, "#status", r"texts, [\d,]+ tokens are in tale\.loom\.jsonl\.")
+    told(page, "#status", r"texts with [\d,]+ tokens are in tale\.loom\.jsonl\.")
     # An edit that was kept is no draft.
     press(page, "e", at="#text")
     box.fill("And so the queen said")

@@ -25,7 +25,7 @@ export const barOf = (mode) => store.doc.bars?.[mode] ?? FIRST[mode];
 const followed = (bar) => Object.keys(FOLLOWS).find((kind) => bar[kind]) ?? "free";
 
 /** The thinking of a bar in words. @param {Bar["thinking"]} thinking */
-const thinkingOf = (thinking) => thinking == null ? "" : thinking === false ? "no thinking"
+const thinkingOf = (thinking) => thinking == null ? "" : !thinking ? "no thinking"
   : thinking === true ? "thinking" : `thinking for ${plural(thinking, "token")} at most`;
 
 /** The bar in words: every setting that acts. @param {string} mode */
@@ -37,6 +37,7 @@ export function settingsOf(bar, mode) {
   const { max_tokens = FIRST[mode].max_tokens, seed, stop = [] } = bar;
   const acting = { ...store.doc.model?.sampling, ...bar.sampling };
   const known = NUMBERS_OF_BAR.map(([name]) => name);
+  if (acting.temperature === 0) acting.top_p = acting.top_k = acting.min_p = null; // the most probable token is always among those
   const numbers = [...NUMBERS_OF_BAR.filter(([name, , none]) => acting[name] != null && acting[name] !== none)
     .map(([name, words]) => `${words} ${short(acting[name])}`),
   ...Object.keys(acting).filter((name) => !known.includes(name)).map((name) => `${name.replaceAll("_", " ")} ${acting[name]}`)];
@@ -107,7 +108,7 @@ export function openBar(mode, proceed) {
     number("max_tokens", "limit, in tokens", FIRST[mode].max_tokens),
     NUMBERS_OF_BAR.map(([name, words]) => number(name, words, usual[name], { step: name === "top_k" ? "1" : "any" })),
     field("input", "seed", "seed", { placeholder: "random", pattern: "-?[0-9]{1,20}", title: "a whole number of at most 20 digits" }),
-    isTalk ? [choice("thinking", "thinking", THINKS), number("budget", "thinks at most, in tokens", "no limit")]
+    isTalk ? [choice("thinking", "thinking", THINKS), number("budget", "thinks at most, in tokens", "no limit", { min: "0" })]
       : [lines("memory", "memory", "Stays at the top of what the model sees."),
         lines("authors_note", "author’s note", "Is put near the end of what the model sees.")],
     lines("stop", "stop at", "One text a line; \\n is a line end."),

@@ -63,7 +63,10 @@ export const exportDialog = () => ask("Export and import", [
   h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
     h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
   h("label", {}, h("span", {}, "import a file in one of these formats, or mikupad’s"),
-    h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))]);
+    h("input", { type: "file", onchange: async (/** @type {any} */ { target }) => {
+      await bring(target.files[0]);
+      target.value = ""; // so that the same file, mended, can be chosen again
+    } }))]);
 
 /** The list of bookmarks. */
 export function bookmarksDialog() {

@@ -264,7 +264,7 @@ export function start() {
   showPane("text");
   const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
+    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title === "Retry" ? "Answer again" : title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};

@@ -20,7 +20,8 @@ export async function go(fields = {}) {
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else select(node.id, at < shownPath().n ? at : store.end);
-  tell(kind === "chat" ? `Writing ${plural(answer.nodes.length, "answer")}.` : `Writing ${plural(answer.nodes.length, "continuation")}.`);
+  const isWriting = store.jobs.get(answer.job)?.state === "running"; // else its end has been told
+  if (isWriting) tell(`Writing ${plural(answer.nodes.length, kind === "chat" ? "answer" : "continuation")}.`);
   return answer;
 }
 
@@ -173,7 +174,7 @@ export function reopen(run) {
 export function savedSentence() {
   const nodes = [...store.nodes.values()], { name, unsaved, error } = store.doc.file, typed = Object.keys(store.drafts).filter((each) => !["system", "tools"].includes(each)).length;
   const n = nodes.reduce((sum, each) => sum + each.n, 0), there = nodes.length - (unsaved ?? 0);
-  return [`${plural(there, "text")}${unsaved || error ? "" : `, ${plural(n, "token")}`} ${there === 1 ? "is" : "are"} in ${name}`,
+  return [`${plural(there, "text")}${unsaved || error ? "" : ` with ${plural(n, "token")}`} ${there === 1 ? "is" : "are"} in ${name}`,
     unsaved && `${plural(unsaved, "text")} ${unsaved === 1 ? "is" : "are"} only in memory`,
     typed && `${typed === 1 ? "a text" : `${typed} texts`} you are typing ${typed === 1 ? "is" : "are"} kept in this tab`].filter(Boolean).join("; ") + ".";
 }

@@ -176,7 +176,7 @@ class Loom(Live):
                 if name in _TOLD or value != usual[name]
             },
             "chat": chat_fields(model),
-            "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
+            "max_choices": service.settings.max_choices,
         }  # fmt: skip
         return {"model": fields, "loading": None}
 

@@ -68,6 +68,7 @@ export const store = {
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
   settings: keptIn(() => localStorage),
   /** drafts: texts in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
+  /** @type {Set<string | null>} nodes whose texts were looked at: what had no numbers was scored */ looked: new Set(),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 

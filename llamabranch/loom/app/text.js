@@ -91,16 +91,12 @@ function ghostsOf(c) {
 /** Positions where branches leave the path. @param {Path} c */
 const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
-/** @type {WeakMap<Path, {key: string, classes: Map<number, string>}>} */ const matches = new WeakMap();
-
 /** The classes of tokens in a match of the search. @param {Path} c */
 function matchesIn(c) {
-  const [at, to] = view.match, key = `${at} ${to} ${view.sought}`, there = matches.get(c);
-  if (there?.key === key) return there.classes;
+  const [at, to] = view.match;
   /** @type {Map<number, string>} */ const classes = new Map();
   for (const [first, last] of occurrences(c.text, view.sought))
     for (let i = first; i <= last; i++) classes.set(i, i >= at && i <= to ? " found now" : " found");
-  matches.set(c, { key, classes });
   return classes;
 }
 
@@ -244,9 +240,7 @@ export function textView(box, prefix, shows) {
     elements.get(i)?.scrollIntoView({ block: "nearest" });
   }
 
-  const made = { draw, reveal };
-  views.push(made);
-  return made;
+  views.push({ draw, reveal });
 }
 
 const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));

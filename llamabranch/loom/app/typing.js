@@ -7,7 +7,7 @@ import { segmentOf } from "./tree.js";
 import { attend, place, shownPath, steady } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, mode, selected, showPane, whereTo } from "./where.js";
+import { mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {
@@ -77,19 +77,19 @@ function withLineEnds(was, now) {
 /** Open a box to write in. An edit is in the place of the text. @param {Omit<Draft, "node" | "end"> & Partial<Draft>} what
  * @param {boolean} [focuses] */
 function openBox(what, focuses = true) {
-  if (opened || exported() || !$("empty").hidden) return;
+  if (opened || !$("empty").hidden) return;
   if (document.documentElement.dataset.state === "read-only") return tell("This document is read-only.");
   showPane("text");
   const draft = { node: store.current, end: store.end, ...what }, { kind, at } = draft, c = shownPath(), turn = c.turns[draft.turn ?? -1], isEdit = kind === "edit" || kind === "turn";
   const was = isEdit ? c.text.slice(at, turn?.end).join("") : "", speaker = turn?.role ?? "";
-  const words = kind === "type" ? `Type ${whereTo()}` : kind === "reply" ? "Reply" : kind === "edit" ? "Edit from this line on"
-    : speaker === "assistant" ? "Edit the answer" : `Edit what the ${speaker} says`;
-  const verb = kind === "reply" ? "Send" : kind !== "turn" ? "Continue" : speaker === "assistant" ? "Continue it" : "Ask again";
+  const [words, verb] = {
+    type: [`Type ${whereTo()}`, "Continue"], edit: ["Edit from this line on", "Continue"], reply: ["Reply", "Send"],
+    turn: speaker === "assistant" ? ["Edit the answer", "Continue it"] : [`Edit what the ${speaker} says`, "Ask again"],
+  }[kind];
   const roles = kind === "reply" ? store.doc.model?.chat?.roles ?? ["user"] : [], place = nowAt();
   const text = h("textarea", { spellcheck: false, dir: "auto", value: draft.text ?? was, "aria-label": words });
   const role = h("select", { "aria-label": "Role" }, roles.map((/** @type {string} */ value) => h("option", { value }, value)));
   const wrong = h("p", { class: "wrong", role: "alert" });
-  const note = kind === "turn" && speaker === "assistant" ? "" : controlNote(!isChat(c));
   const remove = () => steady(() => {
     opened = null;
     form.remove();
@@ -118,7 +118,7 @@ function openBox(what, focuses = true) {
     h("div", { class: "foot" }, wrong, h("p", { class: "row" }, h("span", { class: "dim" }, words), roles.length > 1 && role,
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
       h("button", { type: "button", onclick: () => keep(false) }, "Keep as a branch ", h("kbd", {}, "Esc")),
-      h("button", { type: "button", onclick: close }, "Discard")), note && h("p", { class: "note" }, note)));
+      h("button", { type: "button", onclick: close }, "Discard"))));
   const save = keepTyped(text, place, wrong, () => (withLineEnds(was, text.value) === was ? null : { ...draft, role: role.value }));
   const park = () => {
     save();
@@ -178,13 +178,6 @@ export function savedSentence() {
     unsaved && `${plural(unsaved, "text")} ${unsaved === 1 ? "is" : "are"} only in memory`,
     typed && `${typed === 1 ? "a text" : `${typed} texts`} you are typing ${typed === 1 ? "is" : "are"} kept in this tab`].filter(Boolean).join("; ") + ".";
 }
-
-/** What a box says about control tokens. @param {boolean} parsed */
-const controlNote = (parsed) => {
-  const { eos, chat } = store.doc.model ?? {};
-  if (!eos || (!parsed && !chat)) return "";
-  return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
-};
 
 /** Type after a position. @param {number} at */
 export const type = (at) => openBox({ kind: "type", at });

@@ -138,7 +138,7 @@ def _unknown(text: str, path: Path) -> ConfigError:
         return ConfigError(why, hint=f"check the path; {hint}")
     names = [entry.name for entry in catalogue()]
     label = "a path to a GGUF file, user/repo on the Hugging Face hub, or names"
-    hint = f"{nearest(text, names, label)}; `llamabranch models` lists them"
+    hint = f"`llamabranch models` lists all names; {nearest(text, names, label)}"
     return ConfigError(f"no model is called {text!r}", hint=hint)
 
 

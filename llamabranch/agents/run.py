@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, dropwhile
 from time import perf_counter
-from typing import Any, cast
+from typing import cast
 
 from ..engine import AsyncEngine, Event, Request, Result
 from ..errors import CacheFullError, ClosedError, LlamaBranchError, ToolError, said, told
@@ -94,8 +94,8 @@ def _continued(
         ConfigError: ``history`` is neither messages nor a report.
     """
     report = history if isinstance(history, Report) else None
-    given = report.messages if report is not None else cast("Sequence[Message] | None", history)
-    checked = [] if given in (None, (), []) else chat_messages(cast(Any, given), "history")
+    given = report.messages if report is not None else cast("Sequence[Message]", history)
+    checked = [] if given in (None, (), []) else chat_messages(given, "history")
     check_roles(checked, agent.context.model.chat_template or "", "history")
     before = _after(agent.messages, checked)
     # After a limit some messages may not be in a report's tokens.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from time import perf_counter
 
 from ..arguments import bounded, whole
 from ..branch import Branch
@@ -59,7 +60,7 @@ def beam_search(
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
     check_start(branch, beams)
-    stats, model = EngineStats(), branch.ctx.model
+    stats, model, start = EngineStats(), branch.ctx.model, perf_counter()
     selection = Beams(beams, len(model.eog_tokens), max_tokens, length_penalty, early_stopping)
     running: list[_Beam] = [_Beam(None, branch, 0, "", branch.sequence.incomplete, 0.0)]
     with closing(_Sequences(branch, stats, selection.n_kept)) as sequences:
@@ -74,6 +75,7 @@ def beam_search(
                 break
             running = [texts[i] for i in kept]
             continuations = sequences.advance(running)
+    stats.elapsed_s = perf_counter() - start
     ended = [(f.key, f.final) for f in selection.finished if isinstance(f.key, _Beam)]
     return SearchResult([text.hypothesis(model, stop, score) for text, score in ended], stats)
 

@@ -24,7 +24,7 @@ def check_start(branch: Branch, n_sequences: int = 1) -> None:
         n_free = ctx.n_seq_free
     if n_free < n_sequences:
         raise SequencesExhaustedError(
-            f"this search needs {n_sequences} free sequences besides the prompt's; "
+            f"this search needs {n_sequences} sequences besides the prompt's; "
             f"{n_free} of {ctx.n_seq_max} are free",
             hint="prune branches, search for fewer texts, or raise n_seq_max of the context",
         )

@@ -140,6 +140,7 @@ def test_each_token_costs_one_decode_of_all_beams(ctx: Context) -> None:
         stats = search.beam_search(root, beams=5, max_tokens=20, early_stopping="never").stats
         assert stats.target_forward_passes == ctx.decoder.n_decodes - before == 19
         assert stats.generated <= 19 * 5
+        assert stats.elapsed_s > 0 and stats.tokens_per_second > 0
 
 
 def test_each_beam_needs_a_sequence(target: Model) -> None:

@@ -48,6 +48,7 @@ def open(
     from llamabranch.serve.server import Server
 
     names = resolve(given, console)
+    document = _document(file, names[0])
 
     def open_engine() -> AsyncEngine:
         context, drafter = open_pair(
@@ -67,7 +68,7 @@ def open(
         server = Server(open_engine, replace(settings, port=0), ready, console.note)
         console.note(f"port {port} is taken: using {server.port}")
     loom = Loom(
-        _document(file, names[0]), server.port, lambda: server.service, read_only=read_only,
+        document, server.port, lambda: server.service, read_only=read_only,
         draft="+".join(names[1]) or "none",
     )  # fmt: skip
     server.front = front_of(loom)
@@ -91,6 +92,8 @@ def _document(file: Path | None, target: str) -> Path:
         ConfigError: the folder of a named file does not exist.
     """
     if file is not None:
+        if not file.name:
+            raise ConfigError("--file has no name of a file", hint=f"for example tale{_SUFFIX}")
         if not file.parent.is_dir():
             raise ConfigError(f"there is no folder {file.parent}")
         return file

@@ -49,7 +49,7 @@ async def _doc(loom: Loom, call: Request) -> Response:
         "boot": loom.boot, **loom.model(),
         "file": loom.file, "current": current.id if current and not current.hidden else None,
         **document.counts(), "nodes": document.listed(),
-        "jobs": [job.as_dict() for job in loom.running],
+        "jobs": [job.as_dict() for job in loom.jobs.values()],
         "bars": document.bars,
     })  # fmt: skip
 

@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
-from ..model import Model
-from ..model.model import token_piece
 from ..model.tree import TextNode
+from ..request.fields import SamplingFields
 from .window import Window
 
 Number = float | None
@@ -28,10 +27,6 @@ Seed = Annotated[str, Meta(pattern="^-?[0-9]{1,20}$")]
 Mode = Literal["text", "chat"]
 # At most so many tokens; None = as the template does.
 Thinking = bool | Annotated[int, Meta(ge=0)] | None
-SETTINGS = (  # of a generated node, besides its seed, sampling and length
-    "stop", "grammar", "json_schema", "regex", "choice", "thinking", "memory", "authors_note",
-)  # fmt: skip
-_FACTS = ("parent", "at", "kind", "by", "seed", "sampling", "max_tokens", "window", *SETTINGS)
 _GENERATED = frozenset("sfdbc")
 # Characters of a node's text: in general, in a list of more than _MANY nodes.
 _SHOWN, _LISTED, _MANY = 40, 20, 2000
@@ -43,6 +38,29 @@ class Record(Struct, tag_field="op", omit_defaults=True, kw_only=True):
     r: int = 0
     t: int = 0
     cid: str = ""
+
+
+class Settings(Struct, kw_only=True, omit_defaults=True):
+    """How a text is sampled, where it stops, which grammar it follows, what else the model sees.
+
+    ``thinking`` is for chats, ``memory`` and ``authors_note`` are for texts.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    seed: Seed | None = None
+    sampling: SamplingFields | None = None
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
+    grammar: str | None = None
+    json_schema: dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    thinking: Thinking = None
+    memory: str = ""
+    authors_note: str = ""
+
+
+SETTINGS = Settings.__struct_fields__
+_FACTS = ("parent", "at", "kind", "by", "window", *SETTINGS)
 
 
 class Head(Record, tag="head", kw_only=True):
@@ -67,35 +85,28 @@ class Turn(Struct, omit_defaults=True):
     text: str | None = None
 
 
-class Made(Record, tag="node", kw_only=True):
-    """A node. ``a`` is the revision of the action that made it; 0 = this record begins an action.
+class Made(Settings, tag_field="op", tag="node", kw_only=True):
+    """A node, and the settings that it was generated with.
 
-    ``turns`` are the turns of a conversation that begin or end in its tokens. The node that begins the
-    conversation also has ``tools`` and ``variables`` for the chat template. A generated node has all
-    settings: its grammar holds from the position ``ruled_from`` on, and ``window`` says which part of
-    the text was in the context; None = the whole text.
+    ``r``, ``t`` and ``cid`` are as in every record; ``a`` is the revision of the action that made it, and
+    0 = this record begins an action. ``turns`` are the turns of a conversation that begin or end in its
+    tokens. The node that begins the conversation also has ``tools`` and ``variables`` for the chat
+    template. The grammar of a generated node holds from the position ``ruled_from`` on, and ``window``
+    says which part of the text was in the context; None = the whole text.
     """
 
+    r: int = 0
+    t: int = 0
+    cid: str = ""
     id: str
     parent: str | None = None
     at: int = 0
     kind: str = "typed"
     by: str = "user"
     a: int = 0
-    seed: Seed | None = None
-    sampling: dict[str, object] = {}
-    stop: list[str] = []
-    max_tokens: int | None = None
-    grammar: str | None = None
-    json_schema: dict[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
     turns: list[Turn] = []
     tools: list[dict[str, object]] = []
     variables: dict[str, object] = {}
-    thinking: Thinking = None
-    memory: str = ""
-    authors_note: str = ""
     window: Window | None = None
     ruled_from: int | None = None
 
@@ -288,7 +299,7 @@ class Document:
         self.bars: dict[Mode, dict[str, object]] = {}
         self._n_made = 0
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: AnyRecord) -> None:
         """Carry out a record.
 
         Raises:
@@ -399,11 +410,6 @@ class Document:
         if self.current is not None and not self.nodes[self.current].hidden:
             yield Change(id=self.current, name="current")
 
-    def learn(self, model: Model, ids: Iterable[int]) -> list[Record]:
-        """Return a record with the texts of new token ids, if there are any."""
-        new = {token: token_piece(model, token) for token in set(ids) - self.pieces.keys()}
-        return [Pieces(p=new)] if new else []
-
     def bytes_of(self, ids: Iterable[int], *, names: bool = False) -> bytes:
         """Return the text of tokens as UTF-8. With ``names``, control tokens are written by name."""
         return b"".join(_bytes(self.pieces[token], names=names) for token in ids)
@@ -451,25 +457,25 @@ class Document:
     def node_fields(self, node: Node) -> dict[str, object]:
         """Return everything about a node except its tokens.
 
-        ``flags`` are the bits of FLAGS in store.js; ``lp`` and ``h`` are the means over its own tokens.
+        ``lp`` and ``h`` are the means over its own tokens.
         """
         record = node.made
         lp, h = ([x for x in column if x is not None] for column in (node.lp, node.h))
-        marks = node.deleted, node.rounds, node.bookmark, node.note
         return {
             **{name: getattr(record, name) for name in _FACTS},
             **{name: getattr(node.ended, name, None) for name in ("read", "cached", "rate")},
             "id": node.id, "n": len(node.ids), "reason": node.reason,
-            "flags": sum(1 << i for i, mark in enumerate(marks) if mark),
+            "deleted": node.deleted, "bookmark": node.bookmark,
             "text": self.bytes_of(node.ids[: 4 * _SHOWN]).decode("utf-8", "replace")[:_SHOWN],
             "note": node.note, "hidden": node.hidden,
-            "turns": turn_columns(record.turns), "lp": round(sum(lp) / len(lp), 2) if lp else None,
+            "turns": [(turn.role, turn.at, turn.begin, turn.end) for turn in record.turns],
+            "lp": round(sum(lp) / len(lp), 2) if lp else None,
             "h": round(sum(h) / len(h), 2) if h else None, "known": len(lp),
         }  # fmt: skip
 
     def listed(self) -> dict[str, list[object]]:
         """Return all nodes in columns, with the fields that every node has."""
-        names = ["id", "parent", "at", "n", "kind", "by", "reason", "flags", "text"]
+        names = ["id", "parent", "at", "n", "kind", "by", "reason", "deleted", "bookmark", "text"]
         names += ["lp", "h", "known", "note", "turns"]
         nodes = [self.node_fields(node) for node in self.shown()]
         columns = {name: [fields[name] for fields in nodes] for name in names}
@@ -491,11 +497,6 @@ class Document:
         return columns
 
 
-def turn_columns(turns: Iterable[Turn]) -> list[tuple[str, int, int, int | None]]:
-    """Return turns as the page gets them: role, ``at``, ``begin``, ``end``."""
-    return [(turn.role, turn.at, turn.begin, turn.end) for turn in turns]
-
-
 def _bytes(piece: Piece, *, names: bool) -> bytes:
     if isinstance(piece, str):
         return piece.encode()
@@ -509,14 +510,9 @@ def short(x: float) -> Number:
     return float(str(np.float32(x))) if math.isfinite(x) else None
 
 
-class _Alternative(Struct, array_like=True):
-    token: int
-    lp: Number
+_top = msgspec.json.Decoder(list[tuple[int, Number]])
 
 
 def decoded(raw: Raw) -> list[tuple[int, Number]]:
     """Return the most probable tokens at a position with their log-probabilities."""
-    return [
-        (alternative.token, alternative.lp)
-        for alternative in msgspec.json.decode(raw, type=list[_Alternative])
-    ]
+    return _top.decode(raw)

@@ -19,10 +19,21 @@ from msgspec import Raw
 
 from ..arguments import nearest
 from ..errors import ConfigError
-from ..request.fields import SamplingFields
 from ..serve.messages import in_words
 from . import page
-from .document import AnyRecord, Bar, Change, Document, Made, Node, Pieces, Tokens, decoded, unread
+from .document import (
+    AnyRecord,
+    Bar,
+    Change,
+    Document,
+    Head,
+    Made,
+    Node,
+    Pieces,
+    Tokens,
+    decoded,
+    unread,
+)
 
 _MARKER = "llamabranch-loom"
 _MOST_UNPACKED = 1 << 29
@@ -205,6 +216,8 @@ def _unquoted(value: object) -> object:
 def _note(value: object) -> str:
     """Return the text of mikupad's memory or author's note, which a session writes in three parts."""
     match _unquoted(value):
+        case str(text):
+            return _whole_characters(text).strip()
         case {"text": str(text), **more} if text:
             parts = (more.get("prefix", ""), text, more.get("suffix", ""))
             whole = "".join(part for part in parts if isinstance(part, str))
@@ -219,12 +232,16 @@ def _of_session(chunks: Sequence[Mapping[str, str]], most: int) -> Document:
             raise ConfigError(f"part {number} of this session's prompt has no text")
     if not any(chunk["content"] for chunk in chunks):
         raise ConfigError("this session has no text")
-    texts, name = Document(), None
+    texts, name, half = Document(), None, ""
     for is_typed, parts in groupby(chunks, lambda chunk: chunk.get("type") == "user"):
-        text = "".join(part["content"] for part in parts)  # two parts may share a character
+        text = half + "".join(part["content"] for part in parts)
+        half = text[-1:] if "\ud800" <= text[-1:] < "\udc00" else ""  # parts may share a character
+        text = text.removesuffix(half)
         name = _put(texts, _whole_characters(text), name, "user" if is_typed else "import")
         if len(texts.nodes) > most:
             raise _too_large(most)
+    if half:
+        _put(texts, "\ufffd", name, "import")
     return texts
 
 
@@ -255,8 +272,8 @@ def _document(records: Iterable[Raw | bytes], name: str) -> Document:
             known = record.__struct_fields__
             for field in fields.keys() - {"op", *known, *_OLD_FIELDS}:
                 raise ValueError(f"unknown field `{field}`; {nearest(field, known, 'fields')}")
-            if isinstance(record, Made):
-                msgspec.convert(record.sampling, SamplingFields)
+            if isinstance(record, Head) and record.version > Head().version:
+                raise ValueError("a newer llamabranch has written this file")
             document.apply(record)
         except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
             raise _refused(f"{name} {number}", error) from None

@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from ..errors import ConfigError
-from .document import AnyRecord, Change, Document, Head, Node, Record, Tokens
+from .document import AnyRecord, Change, Document, Head, Node, Tokens
 
 _read = msgspec.json.Decoder(AnyRecord).decode
 _BAD = (msgspec.MsgspecError, LookupError, ValueError, RecursionError)
@@ -81,6 +81,8 @@ class Journal:
         self._lock: IO[bytes] | None = None
         self._mutex, self._saving = Lock(), Lock()
         if not read_only:
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"{path} is not a file", hint="for example tale.loom.jsonl")
             self._open()
         try:
             self._load(path.read_bytes() if path.exists() else b"")
@@ -110,7 +112,10 @@ class Journal:
             )
         self._size = size
         self._kept = {name: len(node.ids) for name, node in self._document.nodes.items()}
-        if damage is not None:
+        head = self._document.head
+        if head is not None and head.version > Head().version:
+            self.read_only = "A newer llamabranch has written it. What this one can read is shown."
+        elif damage is not None:
             line, self.cause = damage
             told = "What came before is shown; export it to go on."
             self.read_only = f"The file is damaged at line {line}. {told}"
@@ -119,7 +124,7 @@ class Journal:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def add(self, record: Record) -> None:
+    def add(self, record: AnyRecord) -> None:
         """Apply a record and keep it for the next ``save``."""
         record.r, record.t = self._document.rev + 1, int(1e3 * time())
         self._document.apply(record)

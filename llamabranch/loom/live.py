@@ -23,12 +23,13 @@ from msgspec import Raw
 from ..branch import Produced
 from ..context import Context, PromptProgress, TokenScore
 from ..engine import Request, Result
+from ..model.model import token_piece
 from ..native.library import available_cores
 from ..serve.errors import HttpError, http_error
 from ..serve.generation import Update, all_texts, updates
 from ..serve.service import Service
 from ..speculative import RoundTrace
-from .document import Change, Document, Ended, Kept, Node, Record, Tokens, short, unread
+from .document import AnyRecord, Change, Document, Ended, Kept, Node, Pieces, Tokens, short
 from .journal import Journal
 from .turns import answers, head_of
 from .window import prompt_of, scoring_window
@@ -122,7 +123,7 @@ class Live:
         self.service_of = service_of
         self.acting = asyncio.Lock()  # held by what makes nodes: their names are free until then
         self.boot = token_hex(4)
-        self.jobs: dict[str, PageJob] = {}
+        self.jobs: dict[str, PageJob] = {}  # those that run
         self._numbers = count(1)
         self._tabs: dict[asyncio.Event, list[bytes]] = {}  # events that wait to be sent to each tab
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,14 +186,16 @@ class Live:
 
     # -- records ---------------------------------------------------------------------------------------
 
-    def add(self, *records: Record) -> None:
+    def add(self, *records: AnyRecord) -> None:
         """Add records to the document and its file, after the tokens that came before."""
         self.send_tokens()
         self.keep(*records)
 
-    def keep(self, *records: Record) -> None:
+    def keep(self, *records: AnyRecord) -> None:
         """Add records to the document; they are on the disk within about 0.25 s, if it has space."""
         for record in records:
+            if isinstance(record, Tokens):
+                self.learn(record.named())
             self.journal.add(record)
         if self._saver is None and self.journal.waits:
             self.tell_file()
@@ -323,6 +326,7 @@ class Live:
         if empty:
             self.send_undo()
         self.emit("job", job.as_dict())
+        del self.jobs[job.id]
         await self.confirm()
 
     async def close(self) -> None:
@@ -340,21 +344,14 @@ class Live:
     @property
     def writing(self) -> bool:
         """Whether a text is being generated."""
-        return any(job.nodes for job in self.running)
+        return any(job.nodes for job in self.jobs.values())
 
-    @property
-    def running(self) -> list[PageJob]:
-        """The jobs that still run."""
-        return [job for job in self.jobs.values() if job.state == "running"]
-
-    def stop(self, jobs: Iterable[PageJob]) -> list[str]:
-        """Stop jobs at their next step; return the ids of those that ran."""
-        running = [job for job in jobs if job.state == "running"]
-        for job in running:
+    def stop(self, jobs: Iterable[PageJob]) -> None:
+        """Stop jobs at their next step."""
+        for job in jobs:
             job.is_stopped = True
             for name in job.names:
                 self.service.engine.abort(name)
-        return [job.id for job in running]
 
     # -- tokens ----------------------------------------------------------------------------------------
 
@@ -374,13 +371,9 @@ class Live:
 
     def learn(self, ids: Iterable[int]) -> None:
         """Add the texts of new tokens to the document."""
-        for pieces in self.document.learn(self.service.model, ids):
-            self.keep(pieces)
-
-    def plain(self, name: str, ids: Sequence[int], src: str) -> list[Record]:
-        """Return records of tokens without numbers; ``src`` has a letter for each."""
-        new = unread(name, ids, src)
-        return [*self.document.learn(self.service.model, ids), new] if ids else []
+        new = set(ids) - self.document.pieces.keys()
+        if new:
+            self.keep(Pieces(p={token: token_piece(self.service.model, token) for token in new}))
 
     def _on_reading(self, job: PageJob, n_cached: int, n_read: int, n: int) -> None:
         """Report how much of a text a job has processed."""
@@ -438,7 +431,7 @@ class Live:
             )) for name, (node, request) in zip(nodes, work, strict=True)
         ]  # fmt: skip
         above = {each.id for node in nodes.values() for each in node.ancestors()}
-        scoring = [each for each in self.running if each.op == "score" and each.node in above]
+        scoring = [each for each in self.jobs.values() if each.op == "score" and each.node in above]
         n_told = {each: each.n_read for each in scoring}
         thoughts = {node: _Thought() for node in nodes.values()}
         async with aclosing(updates(self.service, named)) as steps:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw
 from msgspec.structs import replace
 
 from ..branch import Produced
@@ -29,6 +29,7 @@ from ..serve.page import Page
 from ..serve.service import TOO_LONG, Service
 from .document import (
     SETTINGS,
+    AnyRecord,
     Change,
     Document,
     Ended,
@@ -37,10 +38,9 @@ from .document import (
     Made,
     Mode,
     Node,
-    Record,
-    Seed,
-    Thinking,
+    Settings,
     Tokens,
+    unread,
 )
 from .live import MOST_TOP, Live, PageJob, leaves_cores
 from .page import FILES
@@ -56,32 +56,14 @@ _BEGINNING, _END = "There was once a king who lived in a", " kitchen."
 _SEED, _N, _TOKENS = 7, 3, 12
 
 
-class TextSettings(Struct, kw_only=True):
-    """How a text is sampled, where it stops, which grammar it follows, what else the model sees.
-
-    ``thinking`` is for chats, ``memory`` and ``authors_note`` are for texts.
-    """
-
-    seed: Seed | None = None
-    sampling: SamplingFields | None = None
-    stop: list[Annotated[str, Meta(min_length=1)]] = []
-    grammar: str | None = None
-    json_schema: dict[str, object] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    thinking: Thinking = None
-    memory: str = ""
-    authors_note: str = ""
-
-
-class BarFields(TextSettings, kw_only=True, omit_defaults=True):
+class BarFields(Settings, kw_only=True):
     """The settings of the bar next to Continue."""
 
     n: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
-class Do(TextSettings, kw_only=True):
+class Do(Settings, kw_only=True):
     """The body of POST /loom/do: an operation and its fields."""
 
     op: str
@@ -93,18 +75,18 @@ class Do(TextSettings, kw_only=True):
     role: Literal["user", "tool", "assistant", "system"] = "user"
     turn: int | None = None
     system: str | None = None
-    tools: list[dict[str, object]] = []
+    tools: tuple[dict[str, object], ...] = ()
     n: Annotated[int, Meta(ge=1)] = 3
     max_tokens: Annotated[int, Meta(ge=0)] = 24
     resume: bool = False
     token: int | None = None
-    job: str | None = None
     bookmark: bool | None = None
     note: str | None = None
-    set: dict[Mode, BarFields] = {}
+    mode: Mode = "text"
+    bar: BarFields | None = None
 
 
-async def text_grammar(settings: TextSettings | Made) -> Grammar | None:
+async def text_grammar(settings: Settings) -> Grammar | None:
     """Return the grammar that a text must follow, or None.
 
     Raises:
@@ -194,7 +176,7 @@ class Loom(Live):
                 if name in _TOLD or value != usual[name]
             },
             "chat": chat_fields(model),
-            "eos": None if model.eos is None else model.detokenize([model.eos], special=True),
+            "max_choices": service.settings.max_choices,
         }  # fmt: skip
         return {"model": fields, "loading": None}
 
@@ -250,11 +232,8 @@ class Loom(Live):
         """
         document, n_ctx = self.document, self.service.n_ctx
         seed = secrets.randbits(31) if do.seed in (None, "", "-1") else int(do.seed or 0)
-        first = Made(
-            id=document.name(), parent=do.node, at=at, kind=kind, by="A", seed=str(seed),
-            sampling=msgspec.to_builtins(do.sampling or SamplingFields()), max_tokens=do.max_tokens,
-            **{name: getattr(do, name) for name in SETTINGS},
-        )  # fmt: skip
+        settings = {name: getattr(do, name) for name in SETTINGS} | {"seed": str(seed)}
+        first = Made(id=document.name(), parent=do.node, at=at, kind=kind, by="A", **settings)
         self.check_mode("chat" if document.turns(node, at) else "text", do)
         first.ruled_from = _ruled_from(first, node)
         memory, note = await self.asides(first)
@@ -274,7 +253,7 @@ class Loom(Live):
             fixed=fixed, places=[turn.at for turn in turns if turn.role == "user"],
         )  # fmt: skip
 
-    def check_mode(self, mode: Mode, settings: TextSettings) -> None:
+    def check_mode(self, mode: Mode, settings: Settings) -> None:
         """Raise HttpError or UnsupportedError if settings do not fit texts, or chats."""
         if mode == "chat" and settings.thinking is not None:
             plan_thinking(self.service.model, [], settings.thinking)
@@ -284,7 +263,7 @@ class Loom(Live):
                 said = ASIDES.get(name, name)
                 raise HttpError(400, f"{said} is not for {mine}", param=name)
 
-    async def asides(self, settings: TextSettings | Made) -> list[list[int]]:
+    async def asides(self, settings: Settings) -> list[list[int]]:
         """Return the tokens of the memory and of the author's note, each with the end of its line.
 
         Raises:
@@ -296,13 +275,18 @@ class Loom(Live):
             line = text if text[-1:].isspace() else f"{text}\n"
             asides += [await self.service.tokenize(line, add_special=False) if text.strip() else []]
             if sum(map(len, asides)) > most:
-                told = f"{said} has {len(asides[-1]):,} tokens; half of the context is {most:,}"
+                both = (
+                    f"{' and '.join(ASIDES.values())} have"
+                    if len(asides[-1]) <= most
+                    else f"{said} has"
+                )
+                told = f"{both} {sum(map(len, asides)):,} tokens; half of the context is {most:,}"
                 raise HttpError(400, told, param=name)
         return asides
 
-    def params(self, made: Made) -> SamplingParams:
-        """Return a node's sampling settings. Raises ConfigError: they are invalid."""
-        fields = msgspec.convert(made.sampling, SamplingFields)
+    def params(self, made: Settings) -> SamplingParams:
+        """Return the sampling settings. Raises ConfigError: they are invalid."""
+        fields = made.sampling or SamplingFields()
         seed, service = None if made.seed is None else int(made.seed), self.service
         return fields.sampling(service.settings.sampling, service.model).replace(
             seed=seed, logprobs=True
@@ -357,7 +341,7 @@ class Loom(Live):
         (text,) = await all_texts(service, [request])
         return next(iter(text.result.emitted), None)
 
-    def make(self, records: Iterable[Record], cid: str = "") -> list[Node]:
+    def make(self, records: Iterable[AnyRecord], cid: str = "") -> list[Node]:
         """Add nodes and their tokens as one action, and return them. ``cid`` is the id of its request."""
         nodes: list[Node] = []
         first = 0
@@ -386,10 +370,10 @@ class Loom(Live):
         """Start a job that scores the tokens without numbers in a node's text."""
         return self.start("score", lambda job: self.score(job, node), node)
 
-    def copied(self, found: Document) -> list[Record]:
+    def copied(self, found: Document) -> list[AnyRecord]:
         """Return records that add another document, with new names; one of no model is tokenized."""
         names = {node.id: self.document.name(i) for i, node in enumerate(found.shown())}
-        model, records, ends = self.service.model, list[Record](), dict[str, int]()
+        model, records, ends = self.service.model, list[AnyRecord](), dict[str, int]()
         for record in map(copy, found.records()):
             match record:
                 case Made():
@@ -401,12 +385,10 @@ class Loom(Live):
                         partial(model.tokenize, add_special=False) if at else model.prompt_tokens
                     )
                     ids = tokenize(found.text(found.nodes[record.id]), parse_special=False)
-                    records += self.plain(names[record.id], ids, ("t" if at else "p") * len(ids))
                     ends[record.id] = at + len(ids)
-                    continue
+                    record = unread(record.id, ids, ("t" if at else "p") * len(ids))
                 case Tokens():
-                    model.check_tokens(ids := record.named())
-                    records += self.document.learn(model, ids)
+                    model.check_tokens(record.named())
                 case Kept():
                     data = msgspec.json.decode(record.data, type=dict[str, object])
                     data["node"] = names[record.id]
@@ -453,7 +435,7 @@ class Example:
         loom = Loom(Path(os.devnull), 0, service_of, read_only=True)
         loom.ready()
         ids, start = [await loom.service.tokenize(text) for text in (_BEGINNING + _END, _BEGINNING)]
-        records = [Made(id="n1", kind="prompt"), *loom.plain("n1", ids, "p" * len(ids))]
+        records: list[AnyRecord] = [Made(id="n1", kind="prompt"), unread("n1", ids, "p" * len(ids))]
         for i in range(1, 1 + _N):
             records.append(Made(
                 id=f"n{1 + i}", parent="n1", at=n_common(ids, start), kind="sampled", by="A",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import NamedTuple, cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from ..model.text import n_common
-from ..request.fields import SamplingFields
 from ..serve.errors import HttpError
-from .document import Bar, Change, Document, Made, Node, Record, Tokens, Turn, Undo, decoded
+from .document import AnyRecord, Bar, Change, Document, Made, Node, Turn, Undo, decoded, unread
 from .live import PageJob
-from .loom import Do, Loom, text_grammar
+from .loom import BarFields, Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, common, messages_of, opened, write
 
 Answer = dict[str, object]
@@ -55,6 +54,9 @@ async def _run(loom: Loom, do: Do, operation: _Operation) -> Answer:
     least = int(do.node is not None and not do.edit)  # an edit of all is a new root
     if not least <= at <= node.end:
         raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
+    is_gone = any(owner.deleted for owner, *_ in node.stretches(0, at))
+    if is_gone and do.op in ("type", "chat", "continue", "fork"):  # in another tab
+        raise HttpError(409, "this branch was deleted; undo brings it back", param="node")
     return await operation.run(loom, do, node, at)
 
 
@@ -72,17 +74,22 @@ async def _type(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         if not text and not old:
             return {"node": document.node_fields(node), "same": True}
     ids = await loom.service.tokenize(text, add_special=not at, parse_special=not is_chat)
-    if not at and not ids:
+    if not text and not document.bytes_of(node.tokens(at)):
         raise HttpError(400, "the text is empty", param="text")
     parent = do.node if at else None
-    name, (kind, src) = document.name(), ("typed", "t") if parent else ("prompt", "p")
+    kind, src = ("typed", "t") if parent else ("prompt", "p")
     # Tokens after an edit that are as before keep their sources.
     n_same = n_common(ids[::-1], old[::-1])
     kept = [owner.src[i] for owner, a, b in node.stretches(node.end - n_same) for i in range(a, b)]
-    record, sources = Made(id=name, parent=parent, at=at, kind=kind), src * (len(ids) - n_same)
-    (new,) = loom.make([record, *loom.plain(name, ids, sources + "".join(kept))], do.cid)
+    record = Made(id=document.name(), parent=parent, at=at, kind=kind)
+    return _new_text(loom, do, record, ids, src * (len(ids) - n_same) + "".join(kept))
+
+
+def _new_text(loom: Loom, do: Do, record: Made, ids: Sequence[int], src: str) -> Answer:
+    """Make a node of a text that the user wrote, and score it."""
+    (new,) = loom.make([record, unread(record.id, ids, src)], do.cid)
     job = loom.start_scoring(new)
-    return {"node": document.node_fields(new), "same": False, "job": job.id}
+    return {"node": loom.document.node_fields(new), "same": False, "job": job.id}
 
 
 async def _example(loom: Loom, do: Do, node: Node, at: int) -> Answer:
@@ -129,8 +136,8 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     elif do.role == "assistant":
         raise HttpError(400, "an answer can only be edited: give its turn", param="role")
     loom.check_mode("chat", do)
-    root, name = beginning(node), document.name()
-    record = Made(id=name, kind="chat", variables=root.variables, thinking=do.thinking)
+    root = beginning(node)
+    record = Made(id=document.name(), kind="chat", variables=root.variables, thinking=do.thinking)
     answer = (do.text or "") if do.role == "assistant" else None
 
     def written() -> Written:
@@ -157,23 +164,19 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         return {"node": document.node_fields(node), "same": True, "at": new.at}
     record.parent, record.at, record.turns = do.node if new.at else None, new.at, new.turns
     if record.parent is None:
-        record.tools = root.tools or do.tools
-    tokens = loom.plain(name, new.ids, ("t" if record.parent else "p") * len(new.ids))
-    (new_node,) = loom.make([record, *tokens], do.cid)
-    job = loom.start_scoring(new_node)
-    return {"node": document.node_fields(new_node), "same": False, "job": job.id}
+        record.tools = [*(root.tools or do.tools)]
+    return _new_text(loom, do, record, new.ids, ("t" if record.parent else "p") * len(new.ids))
 
 
 async def _bar(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     """Keep the settings of texts or of chats. Invalid ones are refused."""
-    for mode, bar in do.set.items():
-        loom.params(Made(id="", sampling=msgspec.to_builtins(bar.sampling or SamplingFields())))
-        loom.check_count(bar.n or 1)
-        loom.check_mode(mode, bar)
-        await loom.asides(bar)
-        await text_grammar(bar)
-    for mode, bar in do.set.items():
-        loom.add(Bar(mode=mode, fields=msgspec.to_builtins(bar)))
+    bar = do.bar or BarFields()
+    loom.params(bar)
+    loom.check_count(bar.n or 1)
+    loom.check_mode(do.mode, bar)
+    await loom.asides(bar)
+    await text_grammar(bar)
+    loom.add(Bar(mode=do.mode, fields=msgspec.to_builtins(bar)))
     loom.emit("set", {"bars": loom.document.bars})
     return {"bars": loom.document.bars}
 
@@ -188,11 +191,13 @@ async def _continue(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     model = loom.service.model
     opening = await asyncio.to_thread(opened, loom.document, model, node, at, do.thinking)
     made = await loom.made(do, node, opening.at, "sampled", do.n, len(opening.ids))
-    records, src = list[Record](), "t" * len(opening.ids)
+    records, src = list[AnyRecord](), "t" * len(opening.ids)
     loom.learn(opening.ids)
     for record in made:
         record.turns = opening.turns if opening.at < at or opening.ids else []
-        records += [record, *loom.plain(record.id, opening.ids, src)]
+        records.append(record)
+        if opening.ids:
+            records.append(unread(record.id, opening.ids, src))
     await loom.request(Node(made[0], node, ids=opening.ids, src=[*src]), do.max_tokens)
     return _begin(loom, do, loom.make(records, do.cid), do.max_tokens)
 
@@ -216,7 +221,7 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.learn([do.token])
     request = await loom.request(Node(record, node, ids=[do.token], src=["k"]), do.max_tokens)
     is_ruled = request.grammar is not None and request.continues > 0
-    taken = cast(Tokens, loom.plain(record.id, [do.token], "k")[-1])
+    taken = unread(record.id, [do.token], "k")
     for owner, i, _ in node.stretches(at, at + 1):  # known numbers of this position
         taken.al = [owner.al[i]] if is_ruled and owner.al[i] else []
         for rank, (token, lp) in enumerate(decoded(owner.top[i]), 1):
@@ -230,11 +235,9 @@ async def _fork(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _stop(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    jobs = loom.jobs
-    if do.job is not None and do.job not in jobs:
-        raise HttpError(404, f"there is no job {do.job[:40]!r}", param="job")
-    chosen = [jobs[do.job]] if do.job is not None else [*jobs.values()]
-    return {"stopped": loom.stop(chosen)}
+    jobs = [*loom.jobs.values()]
+    loom.stop(jobs)
+    return {"stopped": [job.id for job in jobs]}
 
 
 # -- marks, undo, the file -------------------------------------------------------------------------
@@ -250,7 +253,7 @@ async def _show(loom: Loom, do: Do, node: Node, at: int) -> Answer:
 
 
 async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
-    records: list[Record] = []
+    records: list[AnyRecord] = []
     if do.bookmark is not None:
         records.append(Change(id=node.id, name="bookmark", value=do.bookmark))
     if do.note is not None:
@@ -269,7 +272,7 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         raise HttpError(409, f"there is nothing to {do.op}")
     action = actions[-1]
     touched = [*dict.fromkeys(node for node, *_ in action.changes)]
-    loom.stop(loom.jobs[node.job] for node in touched if node.job in loom.jobs)
+    loom.stop({loom.jobs[node.job] for node in touched if node.job in loom.jobs})
     loom.add(Undo(of=action.r, again=again, cid=do.cid))
     loom.send_nodes(*touched)
     loom.send_undo()

@@ -312,9 +312,7 @@ class _Spans:
         where = joined.rfind(wanted) if wanted else -1
         if where < 0:
             return high, high
-        ends = [0]
-        for word in words:
-            ends.append(ends[-1] + len(word))
+        ends = [*accumulate(map(len, words), initial=0)]
         begin = bisect_right(ends, where) - 1
         return low + begin, low + bisect_right(ends, where + len(wanted) - 1)
 

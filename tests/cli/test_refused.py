@@ -57,6 +57,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("models", "delete"), "models cannot do 'delete'"),
     (("models", "show", "a", "b", "c"), "models show MODEL [DRAFT]"),
     (("models", "show", "tale-dratf"), "did you mean tale-draft?"),
+    (("open", "--no-browser", "--file", ""), "--file has no name"),
     (("serve", "--limit", "max_quue=3"), "did you mean max_queue?"),
     (("serve", "-np", "0"), "parallel"),
     (("agent", "a", "-m", "tale-target", "--cache-dir", os.devnull), "cache_dir"),

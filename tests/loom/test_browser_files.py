@@ -62,6 +62,9 @@ def test_imports_are_shown_whole_and_scored_where_they_are_shown(
         }
         bring(page, "wrong.json", json.dumps(wrong))
         told(page, "dialog .wrong", "record 1: unknown field `parentId`; did you mean parent")
+        page.wait_for_function(  # a browser tells nothing if the file that it has is chosen again
+            "() => document.querySelector('dialog input[type=file]').value === ''"
+        )
 
 
 def test_the_header_counts_what_is_only_in_memory_and_the_line_exports_it(

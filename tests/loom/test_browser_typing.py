@@ -282,7 +282,7 @@ def test_what_is_typed_is_back_after_a_reload_until_it_is_discarded(page: Page) 
     title = saved.get_attribute("title") or ""
     assert "typing" not in title and "tale.loom.jsonl" in title
     saved.click()
-    told(page, "#status", r"texts, [\d,]+ tokens are in tale\.loom\.jsonl\.")
+    told(page, "#status", r"texts with [\d,]+ tokens are in tale\.loom\.jsonl\.")
     # An edit that was kept is no draft.
     press(page, "e", at="#text")
     box.fill("And so the queen said")
@@ -373,6 +373,24 @@ def test_pasting_three_megabytes_is_refused_at_the_box(chromium: Browser, served
         press(page, "Enter", at="#text")
         page.locator(BOX).press("Control+v")
         told(page, ".typing .wrong", "would have 3,250,000 characters")
+
+
+def test_line_ends_that_a_box_does_not_have_stay(page: Page) -> None:
+    session = {"prompt": [{"type": "ai", "content": "A fox\r\nand a dog\r\nwent out."}]}
+    node = shown(page, json.dumps(session))
+    count = "import('/app/store.js').then(({store}) => store.nodes.size)"
+    n = page.evaluate(count)
+    page.locator("#text [data-token]", has_text="dog").dblclick()
+    page.locator(BOX).wait_for()
+    press(page, "Escape", at=BOX)  # nothing has changed
+    assert page.evaluate(count) == n
+    page.locator("#text [data-token]", has_text="dog").dblclick()
+    page.locator(BOX).fill(page.locator(BOX).input_value().replace("dog", "cat"))
+    press(page, "Escape", at=BOX)
+    nodes = asked(page, "/loom/doc")["nodes"]["id"]
+    assert len(nodes) == n + 1 and nodes[-1] != node
+    text = page.evaluate("import('/app/text.js').then(({shownPath}) => shownPath().text.join(''))")
+    assert text.endswith("A fox\r\nand a cat\r\nwent out.")
 
 
 def test_two_tabs_have_drafts_of_their_own(page: Page) -> None:

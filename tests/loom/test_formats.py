@@ -345,6 +345,14 @@ def test_sessions_of_mikupad_are_read() -> None:
         assert [item.text for item in items] == TOLD
         assert [item.parent for item in items] == [-1, 0, 1]
         assert [item.by for item in items] == ["user", "import", "user"]
+    parts = [
+        {"type": "user", "content": "a \ud83e"},
+        {"type": "ai", "content": "\udd8a fox \ud83e"},
+    ]
+    texts = [item.text for item in read({"prompt": parts})]
+    assert texts == ["a ", "\N{FOX FACE} fox ", "\ufffd"]  # two parts share a character
+    session = json.dumps({"prompt": CHUNKS, "memoryTokens": "A queen."}).encode()
+    assert formats.read(session, 9, "".__eq__).bars["text"]["memory"] == "A queen."
     with pytest.raises(ConfigError, match="at most 2 nodes"):
         read(mikupad(CHUNKS), 2)
 

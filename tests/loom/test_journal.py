@@ -25,6 +25,7 @@ from serving import TARGET
 from llamabranch import ConfigError
 from llamabranch.cli import open as opening
 from llamabranch.cli.options import template_source
+from llamabranch.loom import formats
 from llamabranch.loom.document import Document, Head, Made, Pieces, Tokens
 from llamabranch.loom.journal import Journal
 
@@ -89,7 +90,10 @@ def test_any_actions_are_undone_and_redone_after_a_restart_and_done_once(tmp_pat
     chance, bodies = random.Random(5), list[dict[str, Any]]()
     with Paged(tmp_path) as page:
         for i in range(40):
-            names: list[Any] = page.nodes()
+            owners = {name: page.loom.document.nodes[name].stretches() for name in page.nodes()}
+            names: list[Any] = [
+                n for n, all_ in owners.items() if not any(o.deleted for o, *_ in all_)
+            ]
             on = {"cid": f"action {i}", "node": chance.choice(names or [None])}
             ways: list[dict[str, Any]] = [{"op": "type", "text": START, **on}]
             if names:
@@ -140,6 +144,10 @@ DAMAGED = "The file is damaged at line 5. What came before is shown; export it t
 FILES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str, int]] = {
     "of 0.4, with comparisons and searches": (lambda lines: lines + OLD, "", 2),
     "damaged": (lambda lines: [*lines[:4], b"not a record\n", *lines[4:]], DAMAGED, 1),
+    "of a newer version": (
+        lambda lines: [lines[0].replace(b'{"op":"head",', b'{"op":"head","version":2,'), *lines[1:]],
+        "A newer llamabranch has written it", 2,
+    ),
     "of another model": (
         lambda lines: [re.sub(rb'"fingerprint":"[^"]*"', b'"fingerprint":"other"', lines[0]), *lines[1:]],
         "import it into another document", 2,
@@ -163,6 +171,9 @@ def test_a_changed_file_is_read_as_far_as_it_can_and_left_alone(tmp_path: Path, 
         assert page.nodes() == names and [page.text(name) for name in names] == texts
         assert n == 1 or [page.tokens(name, top=1) for name in names] == numbers
     assert file.read_bytes() == data
+    if kind == "of a newer version":
+        with pytest.raises(ConfigError, match="newer llamabranch"):
+            formats.read(data, 9, lambda _: True)
     if kind == "of another model":
         (tmp_path / "other").mkdir()
         with Paged(tmp_path / "other") as page:  # its texts; they were not drawn here
@@ -188,6 +199,14 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path, data: bytes) -> 
     with pytest.raises(ConfigError, match="not written by the page"):
         Journal(file, Document())
     assert file.read_bytes() == data
+
+
+def test_a_folder_or_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="is not a file"):
+            Journal(path, Document())
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]  # no lock either
 
 
 def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
@@ -423,16 +442,21 @@ def test_tabs_that_act_at_once_get_nodes_of_their_own(tmp_path: Path) -> None:
 
         def act(tab: int) -> None:
             for i in range(12):
-                op = ("type", "continue", "fork", "undo", "redo", "delete")[(i + tab) % 6]
+                op = ("type", "continue", "fork", "undo", "redo", "set")[(i + tab) % 6]
                 body: dict[str, object] = {"op": op, "cid": f"{tab} {i}", "node": root, "text": "a"}
-                body |= {"n": 2, "max_tokens": 2, "token": 1 if op == "fork" else None}
+                body |= {
+                    "note": f"{tab} {i}",
+                    "n": 2,
+                    "max_tokens": 2,
+                    "token": 1 if op == "fork" else None,
+                }
                 statuses.append(page.api.post("/loom/do", json=body).status_code)
                 statuses.append(page.api.post("/loom/import", content=b"a king").status_code)
 
         with ThreadPoolExecutor() as pool:
             [*pool.map(act, range(4))]
         assert {*statuses} <= {200, 202, 409} and statuses.count(409) <= 16
-        page.wait(lambda: not page.loom.running)
+        page.wait(lambda: not page.loom.jobs)
     assert len(read(tmp_path / FILE).nodes) >= 4 * 12
 
 

@@ -186,6 +186,8 @@ def test_edits_keep_what_is_before_the_first_change(page: Paged, root: Any) -> N
     assert page.text(node["id"]) == START + " king and a queen"
     same = page.do("type", node=node["id"], at=root["n"], text=" king and a queen", edit=True)
     assert same["same"] and same["node"]["id"] == node["id"]
+    edit = {"node": node["id"], "at": 0, "text": "", "edit": True}
+    assert page.do("type", 400, **edit)["error"]["message"] == "the text is empty"
     # Inside a character whole ones are kept.
     node = page.type("The price is 5 \N{EURO SIGN} and")["id"]
     text = page.text(node)
@@ -193,6 +195,20 @@ def test_edits_keep_what_is_before_the_first_change(page: Paged, root: Any) -> N
     new = text[len(skipped) :].replace("\N{EURO SIGN}", "\N{POUND SIGN}")
     edited = page.do("type", node=node, at=1, text=new, edit=True)["node"]
     assert page.text(edited["id"]) == text.replace("\N{EURO SIGN}", "\N{POUND SIGN}")
+
+
+def test_nothing_grows_from_a_deleted_branch(page: Paged) -> None:
+    """What is typed in one tab stays in its box if another tab has deleted the branch."""
+    root = page.type("There was a queen")
+    child = page.type(" who had a fox", root["id"])
+    page.do("delete", node=child["id"])
+    for op in ("type", "continue", "fork"):
+        refused = page.do(op, 409, node=child["id"], text=" and a dog", token=5)
+        assert refused["error"]["message"] == "this branch was deleted; undo brings it back"
+    assert page.type(" who had a dog", child["id"], at=child["at"])["parent"] == child["id"]
+    page.do("undo")
+    page.do("undo")
+    page.type(" and a dog", child["id"])
 
 
 def test_a_find_finds_every_place(tmp_path: Path) -> None:
@@ -281,7 +297,7 @@ def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> N
     answer = page.do("continue", node=root["id"], n=1, max_tokens=800)
     node, job = answer["nodes"][0]["id"], answer["job"]
     page.wait(lambda: bool(page.of("tokens", node=node)))
-    page.do(op, **({"job": job} if op == "stop" else {}))
+    page.do(op)
     assert page.finish(job)["state"] == "stopped"
     assert (node in page.nodes()) == (op == "stop")
     if op == "stop":  # what is there is kept
@@ -293,12 +309,12 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
     with Paged(tmp_path) as page:
         assert page.doc()["bars"] == {}
         bar = {"n": 2, "max_tokens": 7, "sampling": {"temperature": 0.5}, "regex": "[a-z ]+"}
-        told = page.do("bar", set={"text": bar})["bars"]["text"]
+        told = page.do("bar", mode="text", bar=bar)["bars"]["text"]
         assert told["n"] == 2 and told["sampling"] == {"temperature": 0.5}
         page.wait(lambda: bool(page.of("set", bars={"text": told})))
         undo = page.doc()["undo"]
-        page.do("bar", 400, set={"text": {"max_tokens": 0}})
-        page.do("bar", 400, set={"poem": {}})
+        page.do("bar", 400, mode="text", bar={"max_tokens": 0})
+        page.do("bar", 400, mode="poem", bar={})
         root = page.type(START)
         wrong: list[dict[str, Any]] = [
             {"n": 0}, {"n": 10_000}, {"max_tokens": -1}, {"sampling": {"temperature": -1}},
@@ -309,13 +325,13 @@ def test_settings_are_kept_in_the_document_and_refused_where_they_cannot_be(tmp_
             {"stop": [""]},
         ]  # fmt: skip
         for fields in wrong:
-            page.do("bar", 400, set={"text": fields})
+            page.do("bar", 400, mode="text", bar=fields)
         wrong += [{"at": -1}, {"at": 0}, {"at": 999}]
         for fields in wrong:
             page.do("continue", 400, node=root["id"], **fields)
         assert page.nodes() == [root["id"]]
         assert page.doc()["bars"] == {"text": told} and page.doc()["undo"] == undo + 1  # the root
-        page.do("bar", set={"chat": {"n": 1}})
+        page.do("bar", mode="chat", bar={"n": 1})
         made = page.grow(root["id"], 2, **{k: v for k, v in told.items() if k != "n"}, seed="4")
         for node in made:
             text = page.text(node["id"]).removeprefix(page.text(root["id"]))
@@ -497,6 +513,9 @@ def test_memory_and_note_are_in_the_context_and_not_in_the_text(small: Paged) ->
     for name in ("memory", "authors_note"):
         refused = page.do("continue", 400, node=root["id"], **{name: "far too long " * 99})["error"]
         assert refused["param"] == name and "of the context" in refused["message"]
+    both = {"memory": "a king " * 40, "authors_note": "a queen " * 40}  # each one has room
+    message = page.do("continue", 400, node=root["id"], **both)["error"]["message"]
+    assert message.startswith("the memory and the author's note have ")
     page.do("continue", 400, node=root["id"], thinking=True)
 
 

@@ -315,9 +315,9 @@ def test_a_chat_thinks_or_does_not_as_the_bar_says(page: Paged, tmp_path: Path) 
         later = switched.grow(asked["id"], thinking=False, **fields)
         assert written(switched, later).startswith(opening + off)
         assert turns_of(switched, later)[:-1] == turns_of(switched, asked)[:-1]
-        switched.do("bar", set={"chat": {"thinking": 64}})
+        switched.do("bar", mode="chat", bar={"thinking": 64})
         assert switched.doc()["bars"]["chat"] == {"thinking": 64}
-        switched.do("bar", 400, set={"text": {"thinking": False}})
+        switched.do("bar", 400, mode="text", bar={"thinking": False})
     plain = toys.write_chat(TARGET, tmp_path / "plain.gguf", PLAIN, *CONTROL[:2])
     (tmp_path / "plain").mkdir()
     with Paged(tmp_path / "plain", model=plain) as cannot:
@@ -325,7 +325,7 @@ def test_a_chat_thinks_or_does_not_as_the_bar_says(page: Paged, tmp_path: Path) 
         for thinking in (True, 20):
             error = cannot.do("continue", 400, node=sent["id"], thinking=thinking)["error"]
             assert "does not think" in error["message"]
-            cannot.do("bar", 400, set={"chat": {"thinking": thinking}})
+            cannot.do("bar", 400, mode="chat", bar={"thinking": thinking})
         assert cannot.grow(sent["id"], thinking=False, max_tokens=3)
 
 

@@ -3,34 +3,35 @@
 import { $, fill, h, label, plural, redraw, tell, visible, warn } from "./dom.js";
 import { choose } from "./lenses.js";
 import { backend, fetchDoc } from "./net.js";
-import { FLAGS, select, store } from "./store.js";
+import { select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
 import { showPane } from "./where.js";
 
-/** A dialog with fields. A field is [name, title, first value]. It stays open and shows the error until the action succeeds.
- * @param {string} title @param {any[][]} fields @param {string} verb @param {(values: Record<string, any>) => any} done
- * @param {any[]} [more] what else is in it */
-export function ask(title, fields, verb, done, more = []) {
-  const form = h("form", { method: "dialog" }, h("h2", { id: "dialog-title" }, title), ...more,
-    fields.map(([name, words, value]) => h("label", {}, h("span", {}, words),
-      h("textarea", { name, value: value ?? "", dir: "auto", spellcheck: false, autocomplete: "off" }))),
-    h("p", { class: "wrong", role: "alert" }), h("p", { class: "row" }, verb && h("button", { type: "submit", class: "main", value: "yes" }, verb),
-      h("button", { type: "submit", value: "", formNoValidate: true }, verb ? "Cancel" : "Close")));
-  const dialog = $("dialog");
-  fill(dialog, form);
+/** Open a dialog, and return its form. It stays open and shows the error until what a button does succeeds.
+ * @param {string} title @param {any[]} content @param {Record<string, string>} [verbs] titles of buttons, the main one first
+ * @param {(data: FormData, verb: string) => any} [done] what they do; it succeeded if it is true
+ * @param {() => void} [forget] what happens once it succeeded, or at Cancel */
+export function ask(title, content, verbs = {}, done = () => {}, forget = () => {}) {
+  const buttons = Object.entries(verbs).map(([value, words], i) => h("button", { type: "submit", value, class: i ? "" : "main" }, words));
+  const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });
+  const close = h("button", { type: "button", onclick: () => (forget(), dialog.close()) }, buttons.length ? "Cancel" : "Close");
+  const form = h("form", {}, h("h2", { id: "dialog-title" }, title), content, h("div", { class: "foot" }, wrong, h("p", { class: "row" }, buttons, close)));
   form.onsubmit = async (/** @type {SubmitEvent} */ event) => {
-    if (!(/** @type {any} */ (event.submitter)?.value)) return;
     event.preventDefault();
-    fill(form.querySelector(".wrong"));
+    fill(wrong);
     try {
-      if (await done(Object.fromEntries(new FormData(form)))) dialog.close();
+      if (!(await done(new FormData(form), /** @type {any} */ (event.submitter)?.value))) return;
+      forget();
+      dialog.close();
     } catch (error) {
       warn(/** @type {Error} */ (error).message);
     }
   };
-  dialog.onclose = () => document.activeElement !== $("tree") && $("text").focus();
+  fill(dialog, form);
+  dialog.onclose = () => document.activeElement !== $("tree") && ($("empty").hidden ? $("text") : $("begin")).focus();
   dialog.showModal();
+  return form;
 }
 
 const FORMATS = {
@@ -55,14 +56,17 @@ async function bring(/** @type {any} */ file) {
   tell(`${plural(answer.count, "node")} imported.${more && ` The ${more} went to the settings of texts.`}`);
 }
 
-export const bookmarked = () => [...store.nodes.values()].filter(({ flags, id }) => flags & FLAGS.bookmark && segmentOf(id));
+export const bookmarked = () => [...store.nodes.values()].filter(({ bookmark, id }) => bookmark && segmentOf(id));
 
 /** Export the document, or import a file. */
-export const exportDialog = () => ask("Export and import", [], "", () => {}, [
+export const exportDialog = () => ask("Export and import", [
   h("ul", { class: "formats" }, Object.entries(FORMATS).map(([format, words]) => h("li", {},
     h("a", { href: `/loom/export?format=${format}&node=${store.current ?? ""}`, download: "" }, words)))),
   h("label", {}, h("span", {}, "import a file in one of these formats, or mikupad’s"),
-    h("input", { type: "file", onchange: (/** @type {any} */ event) => bring(event.target.files[0]) }))]);
+    h("input", { type: "file", onchange: async (/** @type {any} */ { target }) => {
+      await bring(target.files[0]);
+      target.value = ""; // so that the same file, mended, can be chosen again
+    } }))]);
 
 /** The list of bookmarks. */
 export function bookmarksDialog() {
@@ -76,6 +80,6 @@ export function bookmarksDialog() {
     h("button", { type: "button", "data-bookmark": id, onclick: () => visit(id) },
       h("span", { class: "word" }, label(text) || "…"), note && h("small", {}, visible(note))));
   const marked = bookmarked();
-  ask("Bookmarks", [], "", () => {}, [marked.length ? h("ul", { class: "menu" }, marked.map(line))
+  ask("Bookmarks", [marked.length ? h("ul", { class: "menu" }, marked.map(line))
     : h("p", { class: "dim" }, `None yet. ${keysOf("bookmark")[0] ?? "The menu"} bookmarks the branch you see.`)]);
 }

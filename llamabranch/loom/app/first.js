@@ -104,8 +104,8 @@ export async function begin(proceed = go) {
   }
   if (!Array.isArray(tools)) return wrong("tools: a JSON list is wanted");
   if (!text.trim()) wrong("Write a beginning first.");
-  const answer = text.trim() && (await (chat ? act("chat", { node: null, text, tools, system: $("system").value.trim() || null }, undefined, $("begin-wrong"))
-    : act("type", { node: null, text }, undefined, $("begin-wrong"))));
+  const fields = { node: null, text, ...(chat && { tools, system: $("system").value.trim() || null }) };
+  const answer = text.trim() && (await act(chat ? "chat" : "type", fields, undefined, $("begin-wrong")));
   if (!answer) return $("begin").focus();
   $("begin").value = "";
   keepDraft("begin", null);

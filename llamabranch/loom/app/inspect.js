@@ -1,10 +1,10 @@
 // @ts-check
 // The inspector: one token with its numbers and alternatives, where it came from, its branch.
-import { $, attribute, fill, h, label, percent, plural, rough, visible } from "./dom.js";
+import { $, attribute, clip, fill, h, label, percent, plural, rough, visible } from "./dom.js";
 import { barOf, settingsOf } from "./bar.js";
 import { SOURCES, lens, looks, sourceOf, sparing } from "./lenses.js";
 import { act } from "./net.js";
-import { FLAGS, look, ownerOf, select, store, view } from "./store.js";
+import { look, ownerOf, select, store, view } from "./store.js";
 import { following, segmentOf } from "./tree.js";
 import { attend, moveTo, named, pointedAt, topsAt } from "./text.js";
 import { isChat } from "./turns.js";
@@ -43,12 +43,9 @@ export async function take(i, token) {
   }
 }
 
-/** @param {string} name @param {...any} value */
-const fact = (name, ...value) => [h("dt", {}, name), h("dd", {}, ...value)];
-
-const numbers = (/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) => h("dl", { class: "numbers" }, [
-  fact("probability", percent(Math.exp(c.lp[i]))), fact("rank", c.rk[i] || "–"), fact("entropy", rough(c.h[i]), h("small", {}, " nats")),
-  fact("choices", rough(Math.exp(c.h[i])))].map((each) => h("div", {}, each)));
+const numbers = (/** @type {import("./store.js").Path} */ c, /** @type {number} */ i) => h("dl", { class: "numbers" }, Object.entries({
+  probability: percent(Math.exp(c.lp[i])), rank: c.rk[i] || "–", entropy: [rough(c.h[i]), h("small", {}, " nats")],
+  choices: rough(Math.exp(c.h[i])) }).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 
 /** The ten most probable tokens as buttons. @param {import("./store.js").Path} c @param {number} i */
 function alternatives(c, i) {
@@ -77,60 +74,53 @@ function rule(c, i) {
 
 let isDetailed = false; // the details are open
 
+/** A list of what is known. @param {Record<string, any>} all */
+const facts = (all) => h("dl", { class: "facts" }, Object.entries(all).filter(([, value]) => value || value === 0)
+  .map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))]));
+
+/** The beginning of a text that may be long. @param {string} [text] */
+const brief = (text = "") => (text.length > 120 ? `${clip(text, 120)}…` : text);
+
 /** Where the token and its branch come from. @param {import("./store.js").Path} c @param {number} i */
 function origin(c, i) {
   const node = store.nodes.get(ownerOf(c, i) ?? "");
   if (!node) return null;
   const piece = c.pieces[i];
   const bytes = Array.isArray(piece) ? piece : typeof piece === "string" ? [...new TextEncoder().encode(piece)] : [];
-  const shared = Array.isArray(piece) || c.text[i] === "";
+  const isPlain = !Array.isArray(piece) && /^[\x20-\x7e]+$/.test(c.text[i]);
   const round = node.rounds.find(({ at, draft }) => i >= at && i <= at + draft.length);
-  const isModels = node.by === "A" && node.max_tokens != null, { seed, memory, authors_note: aside } = node;
-  return [h("h3", {}, "Origin"), h("dl", { class: "facts" },
-    fact("source", /** @type {any} */ (SOURCES)[sourceOf(c, i)] ?? "unknown"),
-    isModels ? fact("written with", settingsOf({ ...node, seed: null }, isChat(c) ? "chat" : "text").join(", ")) : [],
-    memory ? fact("memory", visible(memory)) : [], aside ? fact("author’s note", visible(aside)) : [],
-    node.read != null ? fact("read", `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`) : [],
-    node.note ? fact("note", visible(node.note)) : [],
-    node.flags & FLAGS.bookmark ? fact("bookmark", "★") : []),
-  h("details", { open: isDetailed, ontoggle: (/** @type {any} */ event) => (isDetailed = event.target.open) }, h("summary", {}, "Details"),
-    h("dl", { class: "facts" },
-    c.lp[i] <= 0 ? fact("exact", `p ${Math.exp(c.lp[i]).toPrecision(6)}, ln p ${c.lp[i].toPrecision(6)}, entropy ${c.h[i].toPrecision(6)}`) : [],
-    seed != null ? fact("seed", seed) : [], node.by === "A" ? fact("model", store.doc.model?.name ?? "A") : [],
-    round ? fact("draft", `${round.accepted} of ${plural(round.draft.length, "token")} fitted`) : [],
-    node.json_schema ? fact("schema", visible(JSON.stringify(node.json_schema))) : [],
-    node.regex || node.grammar ? fact(node.regex ? "expression" : "grammar", visible(node.regex || node.grammar)) : [],
-    node.choice ? fact("texts", node.choice.map(label).join(" | ")) : [],
-    fact("token", `${c.ids[i]} at ${i}`),
-    shared || /[^\x20-\x7e]/.test(c.text[i])
-      ? fact("bytes", bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")) : []))];
+  const isModels = node.by === "A" && node.max_tokens != null, { seed, memory, note, regex: expression, grammar } = node;
+  return [h("h3", {}, "Origin"), facts({
+    source: /** @type {any} */ (SOURCES)[sourceOf(c, i)] ?? "unknown",
+    "written with": isModels && settingsOf({ ...node, seed: null }, isChat(c) ? "chat" : "text").join(", "),
+    memory: brief(memory), "author’s note": brief(node.authors_note),
+    read: node.read != null && `${plural(node.read, "prompt token")}, ${node.cached ?? 0} in the cache`,
+    note, bookmark: node.bookmark && "★" }),
+  h("details", { open: isDetailed, ontoggle: (/** @type {any} */ event) => (isDetailed = event.target.open) }, h("summary", {}, "Details"), facts({
+    exact: c.lp[i] <= 0 && `p ${Math.exp(c.lp[i]).toPrecision(6)}, ln p ${c.lp[i].toPrecision(6)}, entropy ${c.h[i].toPrecision(6)}`,
+    seed, draft: round && `${round.accepted} of ${plural(round.draft.length, "token")} fitted`,
+    schema: node.json_schema && JSON.stringify(node.json_schema), expression, grammar, texts: node.choice?.map(label).join(" | "),
+    token: `${c.ids[i]} at ${i}`, bytes: !isPlain && bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ") }))];
 }
-
-/** @type {any} */ let drawnFor = null;
 
 export function drawInspector() {
   const [c] = pointedAt();
   const i = inspected();
   const box = $("token");
   if (i < 0) {
-    drawnFor = null;
     $("main").classList.remove("tapped");
     return fill(box, h("p", { class: "dim" }, "Point at a token to see what else the model had in mind."));
   }
-  const owner = store.nodes.get(ownerOf(c, i) ?? "");
-  const top = topsAt(i);
-  const key = [ownerOf(c, i), i, c.ids[i], c.lp[i], top?.length, owner?.flags, owner?.note, owner?.seed,
-    owner?.read, owner?.rounds.length, owner?.max_tokens, c.al[i], Math.max(view.cursor, view.reading) >= 0, lens.name, sparing()].join();
-  if (drawnFor === key) return; // an element under the mouse or with the focus stays
-  drawnFor = key;
-  const isNext = i === c.n;
-  const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
-  fill(box,
+  const isNext = i === c.n, isTapped = Math.max(view.cursor, view.reading) >= 0;
+  const content = h("div", { "data-of": `${i} ${isTapped}` },
     h("h2", {}, isNext ? "What could follow" : h("span", { class: looks(c, i).class }, named(c.pieces[i]))),
     !isNext && [numbers(c, i), rule(c, i)], alternatives(c, i), !isNext && origin(c, i));
+  if (box.firstChild?.isEqualNode(content)) return; // an element under the mouse or with the focus stays
+  const focused = /** @type {any} */ (document.activeElement)?.dataset?.alternative;
+  fill(box, content);
   if (focused) box.querySelector(`[data-alternative="${CSS.escape(focused)}"]`)?.focus();
   attribute($("token-pane"), "data-position", i);
   // On a phone the tapped token is inspected below the text.
-  $("main").classList.toggle("tapped", Math.max(view.cursor, view.reading) >= 0);
+  $("main").classList.toggle("tapped", isTapped);
   if (innerWidth <= 900) $("text").querySelector(".cursor")?.scrollIntoView({ block: "nearest" });
 }

@@ -42,8 +42,7 @@ export const LENSES = [
     ...rising([2, 3, 6, 11, 101], ["1", "2", "3–5", "6–10", "11–100", "more"]) },
   { name: "source", says: "Where each token comes from: you, the sampler, a grammar, or a draft that was accepted.",
     title: "Source", value: (c, i) => (c.src[i] ? LETTERS.indexOf(sourceOf(c, i)) : NaN),
-    cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place,
-    bins: ["prompt", "typed", "sampled", "forced", "drafted", "bonus", "corrected", "picked"] },
+    cue: (bin) => (bin ? LETTERS[bin] : ""), bin: (place) => place, bins: Object.values(SOURCES).map((words) => words.split(" ")[0]) },
 ];
 
 export let lens = LENSES[0];

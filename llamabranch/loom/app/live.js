@@ -7,7 +7,6 @@ import { named } from "./text.js";
 /** @typedef {Record<string, any>} Loose */
 
 const LISTED = 60; // the most rounds that are shown
-let isOpen = false;
 let drawn = "";
 
 /** The job that runs, the newest one that writes or reads. */
@@ -20,20 +19,28 @@ function rounds() {
   return ids.flatMap((/** @type {string} */ id) => store.nodes.get(id)?.rounds ?? []);
 }
 
-/** Sums of rounds, and how many of their tokens fitted in words. @param {Loose[]} all */
+/** @param {Loose[]} all rounds @param {(round: Loose) => any} of */
+const sum = (all, of) => all.reduce((n, round) => n + Number(of(round) ?? 0), 0);
+
+/** How tokens were drafted: from the text, or by a model. */
+const how = () => (/^(suffix|grammar|\+)+$/.test(store.doc.model?.draft) ? "copied" : "drafted");
+
+/** How many of the drafted tokens fitted. @param {Loose[]} all */
+const fitted = (all) => `${how()} ahead: ${sum(all, ({ accepted }) => accepted)} of ${plural(sum(all, ({ draft }) => draft.length), "token")} fitted`;
+
+/** All rounds in words. @param {Loose[]} all */
 function totals(all) {
-  const sum = (/** @type {(round: Loose) => any} */ of) => all.reduce((n, round) => n + Number(of(round) ?? 0), 0);
-  const drafted = sum(({ draft }) => draft.length), accepted = sum((round) => round.accepted);
-  const how = /^(suffix|grammar|\+)+$/.test(store.doc.model?.draft) ? "copied" : "drafted"; // from the text, or by a model
-  return { drafted, accepted, how, rejected: sum((round) => round.rejected), unreached: sum((round) => round.unreached),
-    draft: sum(({ ms }) => ms?.[0]), verify: sum(({ ms }) => ms?.[1]), said: `${how} ahead: ${accepted} of ${plural(drafted, "token")} fitted` };
+  const [accepted, rejected, unreached] = ["accepted", "rejected", "unreached"].map((name) => sum(all, (round) => round[name]));
+  const [draft, verify] = [0, 1].map((i) => sum(all, ({ ms }) => ms?.[i]));
+  return `${plural(accepted + rejected + unreached, "token")} ${how()} ahead: ${accepted} fitted, ${rejected} did not, ${unreached} were not looked at. `
+    + `${rough(1 + accepted / all.length)} tokens a round, ${percent(draft / (draft + verify || 1))} of the time for drafts.`;
 }
 
 /** One round: its tokens with their verdicts, then the token that replaced or followed them. @param {Loose} round */
 function roundLine(round) {
   const { draft, accepted, rejected, next, src, ms } = round;
   const words = texts(draft.map((/** @type {any} */ each) => each[1]));
-  return h("li", { class: "round", title: totals([round]).said },
+  return h("li", { class: "round", title: fitted([round]) },
     h("span", { class: "number" }, round.round),
     draft.map((/** @type {any} */ [, , lp], /** @type {number} */ i) => {
       const state = i < accepted ? "accepted" : i < accepted + rejected ? "rejected" : "unreached";
@@ -44,32 +51,24 @@ function roundLine(round) {
     ms && h("span", { class: "ms" }, `${short(ms[0])} + ${short(ms[1])} ms`));
 }
 
-function drawRounds(/** @type {Loose[]} */ all) {
-  const { drafted, accepted, rejected, unreached, draft, verify, how } = totals(all);
-  return [h("p", {}, `${plural(drafted, "token")} ${how} ahead: ${accepted} fitted, ${rejected} did not, ${unreached} were not looked at. `,
-    `${rough(1 + accepted / all.length)} tokens a round, ${percent(draft / (draft + verify || 1))} of the time for drafts.`),
-  h("ol", { class: "rounds", role: "list", tabIndex: 0, "aria-label": "Rounds" }, all.slice(-LISTED).map(roundLine))];
-}
-
 export function drawLive() {
-  const all = rounds(), running = runningJob(), body = $("live-body");
+  const all = rounds(), running = runningJob(), list = $("rounds");
   const rate = !running && store.nodes.get(store.current ?? "")?.rate;
-  set($("live-line"), { textContent: running?.message ?? [all.length && totals(all).said, rate && `${short(rate)} tokens/s`].filter(Boolean).join(" · ") });
-  set(body, { hidden: !isOpen });
-  attribute($("fold"), "aria-expanded", String(isOpen));
+  set($("live-line"), { textContent: running?.message ?? [all.length && fitted(all), rate && `${short(rate)} tokens/s`].filter(Boolean).join(" · ") });
   const key = `${all.length} ${all.at(-1)?.node} ${Boolean(running)}`;
-  if (!isOpen || key === drawn) return;
+  if ($("live-body").hidden || key === drawn) return;
   drawn = key;
-  const inside = document.activeElement?.classList.contains("rounds");
-  fill(body, all.length ? drawRounds(all) : h("p", { class: "dim" },
-    running ? "Drafts are shown here as they are judged." : "No tokens were drafted here."));
-  const list = body.querySelector(".rounds");
-  if (list) list.scrollTop = list.scrollHeight;
-  if (inside) list?.focus();
+  $("totals").textContent = all.length ? totals(all) : running ? "Drafts are shown here as they are judged." : "No tokens were drafted here.";
+  list.hidden = !all.length;
+  fill(list, all.slice(-LISTED).map(roundLine));
+  list.scrollTop = list.scrollHeight;
 }
 
-export function fold(/** @type {boolean} */ to = !isOpen) {
-  isOpen = to;
+/** Unfold the rounds, or fold them. */
+export function fold() {
+  const body = $("live-body");
+  body.hidden = !body.hidden;
+  attribute($("fold"), "aria-expanded", String(!body.hidden));
   drawn = "";
   redraw(["live", "text", "tree"]);
 }

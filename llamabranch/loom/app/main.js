@@ -2,8 +2,8 @@
 // The page as a whole: its actions, its state, its parts. Everything else is in the modules that it imports.
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
 import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
-import { act, connect, listeners, net } from "./net.js";
-import { FLAGS, keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
+import { act, connect, net } from "./net.js";
+import { keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
 import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
@@ -23,7 +23,6 @@ const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.style.colorScheme || (prefersDark.matches ? "dark" : "light")) === "dark";
 
 const staying = later(250);
-/** @type {Set<string | null>} nodes whose texts were looked at */ const seen = new Set();
 
 /** Tell the server which node is shown: a reload and an export begin there. */
 function keepPlace() {
@@ -38,8 +37,8 @@ function stay() {
   keepPlace();
   const { lp, n, missing } = shownPath();
   if (missing >= 0) return net.connected ? staying(stay) : undefined;
-  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || seen.has(store.current) || n > store.doc.model.n_ctx) return;
-  seen.add(store.current);
+  if (!n || !["ready", "disk-error"].includes(stateOf(net)) || store.looked.has(store.current) || n > store.doc.model.n_ctx) return;
+  store.looked.add(store.current);
   if (lp.slice(1, n).some(Number.isNaN)) void act("score", { node: store.current });
 }
 
@@ -57,12 +56,10 @@ function drawWhere() {
   const c = shownPath(), last = c.turns.at(-1);
   const reply = $("reply"), was = reply.hidden;
   reply.hidden = !(chat && view.typingAt < 0 && isAtEnd() && last?.role === "assistant" && c.n > last.begin
-    && ["ready", "disk-error"].includes(stateOf(net)) && !exported());
+    && ["ready", "disk-error"].includes(stateOf(net)));
   if (was && !reply.hidden) followEnd();
-  for (const id of ["bar-said", "bar-begin"]) {
-    const said = sentenceOf(mode());
-    if ($(id).firstChild?.textContent !== said) fill($(id), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
-  }
+  const said = sentenceOf(mode());
+  if ($("bar-said").firstChild?.textContent !== said) fill($("bar-said"), said, " ", h("kbd", {}, keysOf("options")[0] ?? ""));
 }
 
 /** A branch was deleted: show the place where it began, or the first screen if it was a whole text. @param {any} node */
@@ -121,16 +118,14 @@ const run = {
     look({ ghosts: !view.ghosts });
     tell(view.ghosts ? "Rejected drafts are shown." : "Rejected drafts are hidden.");
   },
-  bookmark: () => selected() && act("set", { node: store.current, bookmark: !(selected()?.flags & FLAGS.bookmark) }),
+  bookmark: () => selected() && act("set", { node: store.current, bookmark: !selected()?.bookmark }),
   note: () => {
     const node = selected();
     if (!node) return;
-    const name = `note ${node.id}`, draft = () => ({ node: node.id, end: store.end });
-    ask("Note", [["note", "note on this branch", store.drafts[name]?.text ?? node.note]], "Keep",
-      ({ note }) => act("set", { node: node.id, note }).then((answer) => (answer && keepDraft(name, null), answer)));
-    const dialog = $("dialog");
-    keepTyped(dialog.querySelector("textarea"), name, dialog.querySelector(".wrong"), draft);
-    dialog.querySelector("button:not(.main)").onclick = () => keepDraft(name, null);
+    const name = `note ${node.id}`, area = h("textarea", { value: store.drafts[name]?.text ?? node.note, dir: "auto", spellcheck: false });
+    const form = ask("Note", [h("label", {}, h("span", {}, "note on this branch"), area)], { keep: "Keep" },
+      () => act("set", { node: node.id, note: area.value }), () => keepDraft(name, null));
+    keepTyped(area, name, form.querySelector(".wrong"), () => ({ node: node.id, end: store.end }));
   },
   delete: async () => {
     const segment = segmentOf(store.current);
@@ -147,13 +142,13 @@ const run = {
     const answer = await act("undo"), { op, node } = answer?.undone ?? {};
     if (op) putNode(node);
     const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
-    if (op === "delete" ? !(node.flags & FLAGS.deleted) : !store.current && before !== node?.id) select(before, end);
+    if (op === "delete" ? !node.deleted : !store.current && before !== node?.id) select(before, end);
     if (answer) tell("Undone.");
   }),
   redo: () => inTurn(async () => {
     const answer = await act("redo"), { op, node, nodes = [] } = answer?.redone ?? {};
     if (op) putNode(node);
-    if (op === "delete" && node.flags & FLAGS.deleted) leave(node);
+    if (op === "delete" && node.deleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing
     if (answer) tell("Redone.");
@@ -162,12 +157,12 @@ const run = {
   copy: copyText,
   mono: () => keepSetting("mono", !store.settings.mono),
   export: () => (keepPlace(), exportDialog()),
-  help: () => ask("Help and keys", [], "", () => {}, helpOfKeys()),
-  exact: () => ask("Exact replay is off", [], "", () => {}, [
+  help: () => ask("Help and keys", helpOfKeys()),
+  exact: () => ask("Exact replay is off", [
     h("p", {}, "With the same seed the model can still write another text: while it writes several texts, numbers are rounded in another order."),
     h("p", {}, "The option ", h("code", {}, "-S exact=true"), " of ", h("code", {}, "llamabranch open"), " turns it on. "
       + "Long texts are then read more slowly. If a model cannot do it, the start says why.")]),
-  menu: () => ask("Menu", [], "", () => {}, [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
+  menu: () => ask("Menu", [h("div", { class: "menus" }, Object.entries(MENU).map(([title, names]) =>
     h("div", {}, h("h3", {}, title), h("ul", { class: "menu" }, names.map((name) => h("li", {},
       h("button", { type: "button", onclick: () => ($("dialog").close(), run[name]()) },
         { mono: "monospace font", theme: "light or dark", new: "begin another text or chat" }[name]
@@ -183,7 +178,7 @@ const run = {
     redraw(["state", "tree", "text", "inspect", "where"]);
   },
   theme: () => keepSetting("theme", isDark() ? "light" : "dark"),
-  fold: () => fold(),
+  fold,
 };
 
 // --- around the text: state, header, panes ---
@@ -227,11 +222,11 @@ export function drawState() {
   for (const button of document.querySelectorAll("[data-model]")) /** @type {any} */ (button).disabled = !canWrite;
   $("actions").lastChild.hidden = !["generating", "reading-again"].includes(state);
   $("view").hidden = exported();
-  $("undo").disabled = !doc.undo || exported();
-  $("redo").disabled = !doc.redo || exported();
+  $("undo").disabled = !doc.undo;
+  $("redo").disabled = !doc.redo;
   $("saved").title = savedSentence();
   if (doc.boot != null && !reopened) reopened = (reopen(run), true);
-  const empty = !exported() && state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
+  const empty = state !== "no-session" && (store.nodes.size === 0 || !store.current) && doc.boot != null;
   const was = $("empty").hidden;
   $("empty").hidden = !empty;
   for (const id of ["columns", "lens-line", "legend", "actions", "bar-row"]) $(id).hidden = empty;
@@ -251,7 +246,7 @@ export function drawState() {
 /** Show what can be done with the turn under the mouse. @param {any} event */
 function showTools({ target }) {
   const block = target.closest?.("[data-turn]"), tools = $("turn-tools"), turn = shownPath().turns[Number(block?.dataset.turn ?? -1)];
-  tools.hidden = !turn || view.typingAt >= 0 || exported() || stateOf(net) === "read-only";
+  tools.hidden = !turn || view.typingAt >= 0 || stateOf(net) === "read-only";
   if (tools.hidden || !turn) return;
   let first = block;
   while (first.previousSibling?.dataset.turn === block.dataset.turn) first = first.previousSibling;
@@ -269,7 +264,7 @@ export function start() {
   showPane("text");
   const buttons = ["Type", "Edit", "Retry", "Compare", "Stop"];
   fill($("actions"), buttons.map((title) => h("button", { type: "button", "data-action": title.toLowerCase(),
-    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title, " ",
+    "data-model": ["Compare", "Stop"].includes(title) ? null : "" }, title === "Retry" ? "Answer again" : title, " ",
   h("kbd", {}, keysOf(title.toLowerCase())[0]?.replace("Escape", "Esc")))));
   document.addEventListener("click", (event) => {
     const { action } = /** @type {any} */ (event.target).closest?.("[data-action]")?.dataset ?? {};
@@ -303,9 +298,6 @@ export function start() {
   paints("legend", () => drawLegend(shownPath(), (bin) => seek((c, i) => paintOf(c, i) === bin), inContext()));
   paints("inspect", drawInspector);
   paints("live", drawLive);
-  listeners.push((name, { state, node }) => {
-    if (name === "job" && state === "stopped") seen.add(node).add(store.current); // otherwise the page would begin to process it again
-  });
   startKeys(run, takeAt);
   startCopy();
   $("untap").onclick = () => moveTo(-1);

@@ -4,25 +4,21 @@ import { busy, hush, openLink, plural, redraw, short, tell, warn } from "./dom.j
 import { putDoc, putFacts, putNode, putRound, putTokens, store } from "./store.js";
 
 export const net = { session: true, connected: true };
-let links = 0; // links used so far: a request sent before the last link says nothing about the new session
-/** @type {((name: string, data: any) => void)[]} functions that get each event, too */
-export const listeners = [];
 
 /** Answers the page's requests: here the server, in an exported file its data block. */
 export const backend = {
   /** @param {string} path @param {RequestInit} [init] @returns {Promise<any>} */
   async ask(path, init) {
-    const link = links;
     busy(1);
     try {
       const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", ...init });
       if (!net.connected && events?.readyState === EventSource.OPEN) connection(true); // only a request was lost
-      const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
-      if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
-      if (answer.status === 401 && link === links) {
-        net.session = false;
+      if (net.session === (answer.status === 401)) { // the last answer says whether there is a session
+        net.session = !net.session;
         redraw(["state"]);
       }
+      const body = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
+      if (answer.ok || answer.status === 507) return body; // 507: it was done, and is only in memory yet
       throw Object.assign(new Error(body.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
     } finally {
       busy(-1);
@@ -96,7 +92,7 @@ function connection(is) {
 export function fetchDoc() {
   const next = fetched.then(async () => {
     putDoc(await get("/loom/doc"));
-    net.session = net.connected = true;
+    net.connected = true;
     redraw(["state", "tree", "text", "inspect", "live", "legend"]);
   });
   fetched = next.catch(() => {});
@@ -138,17 +134,18 @@ export const fetchNext = (key, node, at) => once(key, async () => {
 /** @type {Record<string, (data: any) => string[]>} what an event changes, and the parts to draw again */
 const EVENTS = {
   node: ({ node, cid }) => {
-    const { flags, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
+    const { bookmark, reason } = store.nodes.get(node.id) ?? /** @type {Record<string, any>} */ ({});
     putNode(node);
     begun(cid, node);
     if (reason === "running" && node.reason !== reason)
       tell(`${plural(node.read ?? 0, "prompt token")} read${node.rate ? `, ${short(node.rate)} tokens/s` : ""}.`);
-    return ["tree", "text", "inspect", "live", ...(flags === node.flags ? [] : ["state"])];
+    return ["tree", "text", "inspect", "live", ...(bookmark === node.bookmark ? [] : ["state"])];
   },
   tokens: (data) => (putTokens(data), ["tree", "text", "live"]), // the inspector and the legend are drawn once all are there
   round: (data) => (putRound(data), ["live"]),
   job: (data) => {
     store.jobs.set(data.id, data);
+    if (data.state === "stopped") store.looked.add(data.node).add(store.current); // otherwise the page would begin to process it again
     if (data.error) tell(data.error);
     return ["state", "live", "inspect", "legend"];
   },
@@ -177,7 +174,6 @@ function listen() {
       await fetched;
       const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
       redraw(handle(data), !isFirst && ["tokens", "round"].includes(name));
-      for (const listener of listeners) listener(name, data);
     });
   }
 }
@@ -185,9 +181,6 @@ function listen() {
 /** Exchange the link's token for a session, fetch the document, listen. */
 export async function connect() {
   addEventListener("hashchange", connect, { once: true }); // a fresh link in the same tab
-  if (await openLink()) {
-    links += 1;
-    net.session = true;
-  }
+  await openLink();
   listen();
 }

@@ -2,7 +2,7 @@
 // The page in an exported file: the document is in its data block, nothing is requested, nothing is written.
 import { $, tell } from "./dom.js";
 import { backend, fetchDoc } from "./net.js";
-import { FLAGS, occurrences, pieces, putNode, putRound, putTokens, store, texts } from "./store.js";
+import { occurrences, pieces, putNode, putRound, putTokens, store, texts } from "./store.js";
 import { start } from "./main.js";
 
 /** The places where a text occurs in the nodes, as the server finds them. @param {string} q */
@@ -31,12 +31,12 @@ const answering = ({ title, model }) => async (/** @type {string} */ path) => {
   throw Object.assign(new Error("This is an exported file. It has no model."), { status: 409 });
 };
 
-const FRESH = { parent: null, at: 0, n: 0, kind: "typed", by: "user", reason: null, flags: 0, text: "", note: "" };
+const FRESH = { parent: null, at: 0, n: 0, kind: "typed", by: "user", reason: null, deleted: false, bookmark: false, text: "", note: "" };
 
 /** Do what the records of a document say, see document.py. @param {any[]} records */
 function apply(records) {
   /** @type {Record<number, any>} */ let vocabulary = {};
-  for (const { op, id, name, value, data, p, ...rest } of records) {
+  for (const { op, id, name, value = true, data, p, ...rest } of records) {
     const node = /** @type {any} */ (store.nodes.get(id));
     if (op === "voc") vocabulary = p;
     if (op === "node") putNode({ ...FRESH, ...rest, id,
@@ -46,8 +46,7 @@ function apply(records) {
     if (op === "end") Object.assign(node, rest);
     if (name === "rounds") putRound(data);
     if (name === "current") store.current = id;
-    if (op === "set" && node && name in FLAGS) node.flags |= /** @type {any} */ (FLAGS)[name];
-    if (name === "note") node.note = value;
+    if (["bookmark", "note", "deleted"].includes(name)) node[name] = value;
   }
   store.current ??= [...store.nodes.keys()].at(-1) ?? null;
 }

@@ -43,10 +43,8 @@ export class Tokens {
 
 const NONE = new Tokens(); // of nodes whose tokens are not here
 
-/** @typedef {Loose & {id: string, parent: string | null, at: number, n: number, flags: number, text: string,
+/** @typedef {Loose & {id: string, parent: string | null, at: number, n: number, deleted: boolean, bookmark: boolean, text: string,
  *   tokens: Tokens, rounds: Loose[]}} Node */
-
-export const FLAGS = { deleted: 1, rounds: 2, bookmark: 4, note: 8 };
 
 const SETTINGS = "llamabranch"; // the name of the settings in the browser's storage
 
@@ -70,6 +68,7 @@ export const store = {
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
   settings: keptIn(() => localStorage),
   /** drafts: texts in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
+  /** @type {Set<string | null>} nodes whose texts were looked at: what had no numbers was scored */ looked: new Set(),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 
@@ -133,7 +132,7 @@ export function putNode(from) {
   const old = store.nodes.get(from.id);
   if (from.hidden) return hide(from.id);
   if (old) {
-    if (old.flags !== from.flags || old.at !== from.at) store.revision++;
+    if (old.deleted !== from.deleted || old.at !== from.at) store.revision++;
     return Object.assign(old, from, { n: Math.max(old.n, from.n) }); // its tokens may have arrived first
   }
   const node = /** @type {Node} */ ({ tokens: NONE, rounds: [], ...from });
@@ -166,7 +165,7 @@ export function putDoc(doc) {
 
 /** Put facts into a node that the list of nodes leaves out; they come with its tokens. An event may have brought newer ones of its
  * state. @param {Loose} from */
-export function putFacts({ id, n, text, flags, reason, ...from }) {
+export function putFacts({ id, n, text, deleted, bookmark, reason, ...from }) {
   Object.assign(store.nodes.get(id) ?? {}, Object.fromEntries(Object.entries(from).filter(([, value]) => value != null)));
 }
 
@@ -217,7 +216,7 @@ export function holder(node) {
 
 /** Whether a node, or one that it continues, is deleted. @param {Node | undefined} node */
 function isGone(node) {
-  for (; node; node = holder(node)) if (node.flags & FLAGS.deleted) return true;
+  for (; node; node = holder(node)) if (node.deleted) return true;
   return false;
 }
 

@@ -4,7 +4,7 @@
 import { $, attribute, fill, h, label, later, percent, plural, redraw, set, visible, visibleTexts } from "./dom.js";
 import { SOURCES, lens, looks, ownWords, sourceOf, sparing } from "./lenses.js";
 import { fetchNext, fetchPath } from "./net.js";
-import { FLAGS, look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
+import { look, occurrences, ownerOf, pathOf, pieceText, pieces, select, store, texts, view } from "./store.js";
 import { following, goTo } from "./tree.js";
 import { isFolded, partsOf, toggleThoughts } from "./turns.js";
 
@@ -43,7 +43,7 @@ const keptBeside = keptPath();
 /** The branch that is shown beside the text, if any, and where the two part. */
 export function besides() {
   const c = shownPath(), node = store.current && view.typingAt < 0 ? store.nodes.get(view.beside ?? "") : null;
-  const other = node && !(node.flags & FLAGS.deleted) ? keptBeside(node.id, null) : null;
+  const other = node && !node.deleted ? keptBeside(node.id, null) : null;
   if (parted.c === c && parted.other === other) return parted;
   let at = other ? 0 : c.n;
   while (other && at < Math.min(c.n, other.n) && c.ids[at] === other.ids[at]) at++;
@@ -91,16 +91,12 @@ function ghostsOf(c) {
 /** Positions where branches leave the path. @param {Path} c */
 const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
-/** @type {WeakMap<Path, {key: string, classes: Map<number, string>}>} */ const matches = new WeakMap();
-
 /** The classes of tokens in a match of the search. @param {Path} c */
 function matchesIn(c) {
-  const [at, to] = view.match, key = `${at} ${to} ${view.sought}`, there = matches.get(c);
-  if (there?.key === key) return there.classes;
+  const [at, to] = view.match;
   /** @type {Map<number, string>} */ const classes = new Map();
   for (const [first, last] of occurrences(c.text, view.sought))
     for (let i = first; i <= last; i++) classes.set(i, i >= at && i <= to ? " found now" : " found");
-  matches.set(c, { key, classes });
   return classes;
 }
 
@@ -113,7 +109,7 @@ const ownNodes = (c) => [...c.owners.map(({ id }) => store.nodes.get(id)), ...fo
   .filter((node) => ["sampled", "taken"].includes(node?.kind));
 
 /** What the model sees of a text that is longer than its context, in words; "" if it sees all. */
-export const inContext = () => (gone.from <= gone.head ? "" : [`The model sees the text from the line on: ${plural(shownPath().n - gone.from, "token")}`,
+export const inContext = () => (gone.from <= gone.head ? "" : [`The model sees what is below the line: ${plural(shownPath().n - gone.from, "token")}`,
   gone.memory && `${plural(gone.memory, "token")} of memory`, gone.note && `${plural(gone.note, "token")} of the author’s note`,
   gone.head > 1 && "the system message"].filter(Boolean).join(", "));
 
@@ -244,9 +240,7 @@ export function textView(box, prefix, shows) {
     elements.get(i)?.scrollIntoView({ block: "nearest" });
   }
 
-  const made = { draw, reveal };
-  views.push(made);
-  return made;
+  views.push({ draw, reveal });
 }
 
 const drawViews = (/** @type {boolean} */ moved) => views.forEach(({ draw }) => draw(moved));

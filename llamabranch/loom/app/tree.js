@@ -3,7 +3,7 @@
 import { $, attribute, clip, h, label, later, redraw, set } from "./dom.js";
 import { binOf, lens } from "./lenses.js";
 import { fetchPath } from "./net.js";
-import { FLAGS, holder, select, store, texts } from "./store.js";
+import { holder, select, store, texts } from "./store.js";
 
 /** @typedef {import("./store.js").Node} Node */
 /** @typedef {object} Segment a stretch without forks, over one node or several
@@ -27,41 +27,32 @@ let high = LOW; // px of a row
 
 /** Cut the nodes into segments. */
 function build() {
-  const shown = [...store.nodes.values()].filter(({ flags }) => !(flags & FLAGS.deleted));
+  const shown = [...store.nodes.values()].filter(({ deleted }) => !deleted);
   const forks = Map.groupBy(shown, (node) => holder(node)?.id ?? "");
   for (const list of forks.values()) list.sort((a, b) => a.at - b.at);
   byNode = new Map();
   roots = (forks.get("") ?? []).map((node) => firstOf(node, 0, null));
-  /** @type {[Segment, number][]} a segment, and how many forks of its first node are before it */
-  const waiting = roots.map((root) => [root, 0]);
-  for (let next = waiting.pop(); next; next = waiting.pop()) {
-    const [segment, before] = next;
-    for (let skipped = before; ; skipped = 0) {
-      const { node, children } = segment;
-      const all = forks.get(node.id) ?? [], end = node.at + node.n;
-      const same = byNode.get(node.id);
-      if (same) same.push(segment);
-      else byNode.set(node.id, [segment]);
-      const cut = skipped < all.length ? Math.min(all[skipped].at, end) : end;
-      let after = skipped;
-      while (after < all.length && Math.min(all[after].at, end) === cut) after++;
+  const waiting = [...roots]; // segments whose last node is not cut yet
+  while (waiting.length) {
+    let segment = /** @type {Segment} */ (waiting.pop());
+    const { node } = segment, end = node.at + node.n, own = [segment];
+    byNode.set(node.id, own);
+    for (const [cut, branches] of Map.groupBy(forks.get(node.id) ?? [], ({ at }) => Math.min(at, end))) {
       segment.to = cut;
-      if (cut === end && after === skipped + 1) {
-        segment.node = all[skipped];
+      if (cut === end && branches.length === 1) { // it goes straight on
+        segment.node = branches[0];
         segment.parts.push(segment.node);
-        continue;
+        waiting.push(segment);
+        break;
       }
-      if (cut < end) {
-        children.push(firstOf(node, cut, segment));
-        waiting.push([children[0], after]);
-      }
-      for (; skipped < after; skipped++) {
-        const child = firstOf(all[skipped], cut, segment);
-        children.push(child);
-        waiting.push([child, 0]);
-      }
-      break;
+      const rest = firstOf(node, cut, segment), others = branches.map((branch) => firstOf(branch, cut, segment));
+      segment.children.push(...(cut < end ? [rest] : []), ...others);
+      waiting.push(...others);
+      if (cut === end) break;
+      own.push(rest);
+      segment = rest;
     }
+    segment.to = end;
   }
 }
 
@@ -188,9 +179,7 @@ function wording(segment) {
     isCut = tokens.n < end || end < Math.min(n, to - at);
     if (isCut || pieces.length >= WORDED) break;
   }
-  const isInside = (/** @type {any} */ piece) => Array.isArray(piece) && (piece[0] & 0xc0) === 0x80; // of a character
-  while (isInside(pieces[0])) pieces.shift();
-  const said = texts(pieces).join("").replace(/\ufffd+$/, "");
+  const said = texts(pieces).join("").replace(/^\ufffd+|\ufffd+$/g, ""); // parts of characters
   const found = { key, role, words: (isCut ? clip(said, said.length - 1) : said).trimStart() }; // the last character may be incomplete
   wordings.set(segment, found);
   return found;
@@ -259,7 +248,7 @@ function drawRow(row, segment, place, chosen) {
   const isClosed = closed.has(segment.key);
   const [, words, line] = row.children;
   const { bin, worst } = strip(segment);
-  const marks = (node.flags & FLAGS.bookmark ? " ★" : "") + (node.flags & FLAGS.note ? " ✎" : "")
+  const marks = (node.bookmark ? " ★" : "") + (node.note ? " ✎" : "")
     + (isClosed ? `  ${children.length}` : "");
   const steps = (/** @type {number} */ percent) => `${4 * Math.round(percent / 4)}%`; // rounded, so that most new tokens change no style
   set(row, {

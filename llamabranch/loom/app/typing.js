@@ -7,7 +7,7 @@ import { segmentOf } from "./tree.js";
 import { attend, place, shownPath, steady } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
 import { barOf } from "./bar.js";
-import { exported, mode, selected, showPane, whereTo } from "./where.js";
+import { mode, selected, showPane, whereTo } from "./where.js";
 
 /** Continue from the cursor or the end of the path, as the bar says. @param {Record<string, any>} [fields] */
 export async function go(fields = {}) {
@@ -20,7 +20,8 @@ export async function go(fields = {}) {
   if (!answer) return;
   if (answer.nodes.length === 1) select(answer.nodes[0].id);
   else select(node.id, at < shownPath().n ? at : store.end);
-  tell(kind === "chat" ? `Writing ${plural(answer.nodes.length, "answer")}.` : `Writing ${plural(answer.nodes.length, "continuation")}.`);
+  const isWriting = store.jobs.get(answer.job)?.state === "running"; // else its end has been told
+  if (isWriting) tell(`Writing ${plural(answer.nodes.length, kind === "chat" ? "answer" : "continuation")}.`);
   return answer;
 }
 
@@ -62,22 +63,33 @@ export function keepTyped(field, name, wrong, draft = () => (field.value ? {} : 
   return save;
 }
 
+/** The text of a box with the line ends of the text that was put into it, as far as that has not changed. A box has only \n.
+ * @param {string} was @param {string} now */
+function withLineEnds(was, now) {
+  if (!was.includes("\r")) return now;
+  const before = was.split(/(\r\n|[^])/).filter(Boolean), after = before.map((each) => each.replace(/\r\n?/, "\n"));
+  let a = 0, b = 0;
+  while (a < now.length && a < after.length && now[a] === after[a]) a++;
+  while (a + b < now.length && a + b < after.length && now.at(-1 - b) === after.at(-1 - b)) b++;
+  return before.slice(0, a).join("") + now.slice(a, now.length - b) + before.slice(before.length - b).join("");
+}
+
 /** Open a box to write in. An edit is in the place of the text. @param {Omit<Draft, "node" | "end"> & Partial<Draft>} what
  * @param {boolean} [focuses] */
 function openBox(what, focuses = true) {
-  if (opened || exported() || !$("empty").hidden) return;
+  if (opened || !$("empty").hidden) return;
   if (document.documentElement.dataset.state === "read-only") return tell("This document is read-only.");
   showPane("text");
   const draft = { node: store.current, end: store.end, ...what }, { kind, at } = draft, c = shownPath(), turn = c.turns[draft.turn ?? -1], isEdit = kind === "edit" || kind === "turn";
   const was = isEdit ? c.text.slice(at, turn?.end).join("") : "", speaker = turn?.role ?? "";
-  const words = kind === "type" ? `Type ${whereTo()}` : kind === "reply" ? "Reply" : kind === "edit" ? "Edit from this line on"
-    : speaker === "assistant" ? "Edit the answer" : `Edit what the ${speaker} says`;
-  const verb = kind === "reply" ? "Send" : kind !== "turn" ? "Continue" : speaker === "assistant" ? "Continue it" : "Ask again";
+  const [words, verb] = {
+    type: [`Type ${whereTo()}`, "Continue"], edit: ["Edit from this line on", "Continue"], reply: ["Reply", "Send"],
+    turn: speaker === "assistant" ? ["Edit the answer", "Continue it"] : [`Edit what the ${speaker} says`, "Ask again"],
+  }[kind];
   const roles = kind === "reply" ? store.doc.model?.chat?.roles ?? ["user"] : [], place = nowAt();
   const text = h("textarea", { spellcheck: false, dir: "auto", value: draft.text ?? was, "aria-label": words });
   const role = h("select", { "aria-label": "Role" }, roles.map((/** @type {string} */ value) => h("option", { value }, value)));
   const wrong = h("p", { class: "wrong", role: "alert" });
-  const note = kind === "turn" && speaker === "assistant" ? "" : controlNote(!isChat(c));
   const remove = () => steady(() => {
     opened = null;
     form.remove();
@@ -90,11 +102,11 @@ function openBox(what, focuses = true) {
     $("text").focus({ preventScroll: true });
   };
   const keep = async (/** @type {boolean} */ more) => {
-    if (text.value === was && !(more && isEdit)) return close();
+    if (withLineEnds(was, text.value) === was && !(more && isEdit)) return close();
     fill(wrong);
     text.readOnly = true;
     const isTurn = kind === "turn" || kind === "reply", where = kind === "turn" ? { turn: draft.turn } : { at, edit: kind === "edit" };
-    const answer = await act(isTurn ? "chat" : "type", { node: draft.node, text: text.value, ...where, ...(roles.length && { role: role.value }) }, undefined, wrong);
+    const answer = await act(isTurn ? "chat" : "type", { node: draft.node, text: withLineEnds(was, text.value), ...where, ...(roles.length && { role: role.value }) }, undefined, wrong);
     text.readOnly = false;
     if (!answer) return;
     close();
@@ -106,8 +118,8 @@ function openBox(what, focuses = true) {
     h("div", { class: "foot" }, wrong, h("p", { class: "row" }, h("span", { class: "dim" }, words), roles.length > 1 && role,
       h("button", { type: "button", class: "main", onclick: () => keep(true) }, `${verb} `, h("kbd", {}, "Ctrl Enter")),
       h("button", { type: "button", onclick: () => keep(false) }, "Keep as a branch ", h("kbd", {}, "Esc")),
-      h("button", { type: "button", onclick: close }, "Discard")), note && h("p", { class: "note" }, note)));
-  const save = keepTyped(text, place, wrong, () => (text.value === was ? null : { ...draft, role: role.value }));
+      h("button", { type: "button", onclick: close }, "Discard"))));
+  const save = keepTyped(text, place, wrong, () => (withLineEnds(was, text.value) === was ? null : { ...draft, role: role.value }));
   const park = () => {
     save();
     if (store.drafts[place]) keepDraft(place, { ...store.drafts[place], open: false });
@@ -162,17 +174,10 @@ export function reopen(run) {
 export function savedSentence() {
   const nodes = [...store.nodes.values()], { name, unsaved, error } = store.doc.file, typed = Object.keys(store.drafts).filter((each) => !["system", "tools"].includes(each)).length;
   const n = nodes.reduce((sum, each) => sum + each.n, 0), there = nodes.length - (unsaved ?? 0);
-  return [`${plural(there, "text")}${unsaved || error ? "" : `, ${plural(n, "token")}`} ${there === 1 ? "is" : "are"} in ${name}`,
+  return [`${plural(there, "text")}${unsaved || error ? "" : ` with ${plural(n, "token")}`} ${there === 1 ? "is" : "are"} in ${name}`,
     unsaved && `${plural(unsaved, "text")} ${unsaved === 1 ? "is" : "are"} only in memory`,
     typed && `${typed === 1 ? "a text" : `${typed} texts`} you are typing ${typed === 1 ? "is" : "are"} kept in this tab`].filter(Boolean).join("; ") + ".";
 }
-
-/** What a box says about control tokens. @param {boolean} parsed */
-const controlNote = (parsed) => {
-  const { eos, chat } = store.doc.model ?? {};
-  if (!eos || (!parsed && !chat)) return "";
-  return parsed ? `Control tokens, such as ${eos}, are parsed.` : `Control tokens, such as ${eos}, are plain text in a message.`;
-};
 
 /** Type after a position. @param {number} at */
 export const type = (at) => openBox({ kind: "type", at });

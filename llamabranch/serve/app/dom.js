@@ -120,15 +120,6 @@ export function percent(p) {
 /** A number with one decimal, or none from 10 on. @param {number} x */
 export const rough = (x) => (Number.isNaN(x) ? "–" : x.toFixed(x < 9.95 ? 1 : 0));
 
-/** A number that was typed; null for nothing. Raises an error that says what is wrong. @param {string} text @param {string} words what it is
- * @param {boolean} isWhole */
-export function typedNumber(text, words, isWhole) {
-  if (!text.trim()) return null;
-  const x = Number(text);
-  if (Number.isFinite(x) && (!isWhole || Number.isInteger(x))) return x;
-  throw new Error(`${words}: “${text}” is not a ${isWhole ? "whole " : ""}number`);
-}
-
 /** @param {number} count @param {string} one @param {string} [many] */
 export const plural = (count, one, many = one + "s") =>
   `${count.toLocaleString("en")} ${count === 1 ? one : many}`;

@@ -37,7 +37,7 @@ from .turns import Turns
 
 T = TypeVar("T", default=object)
 Tasks = list[str] | tuple[str, ...]
-History = Sequence[Message] | Report
+History = Sequence[Message] | Report | None
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _MOST_SAMPLES = 1000
 _LEAST_S = 0.001  # a limit of seconds

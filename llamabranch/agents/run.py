@@ -19,6 +19,7 @@ from ..engine import AsyncEngine, Event, Request, Result
 from ..errors import CacheFullError, ClosedError, LlamaBranchError, ToolError, said, told
 from ..generation.thought import token_text
 from ..model import Message, chat_messages
+from ..model.chat import check_roles
 from ..model.shape import asking
 from ..model.thoughts import Thinking, ThinkingChoice, plan_thinking
 from ..model.tools import ToolCall, Tools
@@ -58,7 +59,11 @@ def seed_of(seed: int, path: str) -> int:
 
 
 def paths(
-    agent: Settings, tasks: Sequence[str], n: int, history: Sequence[Message] | Report, seed: int
+    agent: Settings,
+    tasks: Sequence[str],
+    n: int,
+    history: Sequence[Message] | Report | None,
+    seed: int,
 ) -> list[AgentPath]:
     """Return the paths of a call: ``n`` for each task. For ``history`` see `Agent.run`.
 
@@ -81,7 +86,7 @@ def paths(
 
 
 def _continued(
-    agent: Settings, history: Sequence[Message] | Report
+    agent: Settings, history: Sequence[Message] | Report | None
 ) -> tuple[list[dict[str, object]], Sequence[int]]:
     """Return the conversation before a task, and its tokens if they are known as the model wrote them.
 
@@ -89,8 +94,10 @@ def _continued(
         ConfigError: ``history`` is neither messages nor a report.
     """
     report = history if isinstance(history, Report) else None
-    given = report.messages if report is not None else cast(Sequence[Message], history)
-    before = _after(agent.messages, [] if given in ((), []) else chat_messages(given))
+    given = report.messages if report is not None else cast("Sequence[Message]", history)
+    checked = [] if given in (None, (), []) else chat_messages(given, "history")
+    check_roles(checked, agent.context.model.chat_template or "", "history")
+    before = _after(agent.messages, checked)
     # After a limit some messages may not be in a report's tokens.
     if report is None or report.finish_reason != "stop" or before != report.messages:
         return before, ()

@@ -57,19 +57,17 @@ def agent(
     context = given.open(given.announce(console), console)
     run = lb.Agent(
         context, given.system or (), functions, given.schema_text,
-        max_turns=max_turns, max_tokens=given.max_tokens or context.n_ctx,
+        max_turns=max_turns,
+        max_tokens=context.n_ctx if given.max_tokens is None else given.max_tokens,
         sampling=given.params(given.seed), **given.set("agent"),
     )  # fmt: skip
     console.out.file = sys.stdout
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
         report = _show(console, run.stream(text))
-    names = (
-        "text", "finish_reason", "limit", "messages", "seed",
-        "evaluated", "cached", "reread", "generated", "seconds", "tokens_per_second",
-    )  # fmt: skip
+    names = "text finish_reason limit messages seed evaluated cached reread generated seconds"
     calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
-    answer = {name: getattr(report, name) for name in names}
+    answer = {name: getattr(report, name) for name in [*names.split(), "tokens_per_second"]}
     console.answer({**answer, "calls": calls})
     if not console.silent:
         read = f"{plural(report.evaluated, 'token')} read, {report.cached:,} cached"

@@ -45,7 +45,7 @@ def bench(
     What you set is not varied. The last line names the fastest setting.
     """
     names, machine = resolve(given, console), Machine.now()
-    n_tokens = given.max_tokens or 32
+    n_tokens = 32 if given.max_tokens is None else given.max_tokens
     fitting = _lengths(given, lengths, names[0], n_tokens)
     n_ctx = given.n_ctx or max(fitting) + n_tokens + _ROOM
     given = replace(given, n_ctx=n_ctx, max_tokens=n_tokens)
@@ -80,14 +80,13 @@ def bench(
 
 def _lengths(given: Given, text: str, model: str, n_tokens: int) -> list[int]:
     """Return the prompt lengths that fit into -c, or into the trained context length, in order."""
-    lengths = sorted({int(part) for part in text.split(",") if part.strip().isdecimal()})
+    parts = filter(None, map(str.strip, text.split(",")))
+    lengths = sorted({int(part) if part.isdecimal() else 0 for part in parts})
     most = given.n_ctx - _ROOM if given.n_ctx else opt.trained_length(model)
     fitting = [n for n in lengths if most is None or n + n_tokens <= most]
     if not fitting or fitting[0] < 2:
-        limit = "" if most is None else f" and at most {most - n_tokens}"
-        raise ConfigError(
-            f"--lengths {text}: this needs numbers of at least 2{limit}, as in 64,500"
-        )
+        limit = "" if most is None else f" to {most - n_tokens}"
+        raise ConfigError(f"--lengths {text}: use numbers from 2{limit}, as in 64,500")
     return fitting
 
 

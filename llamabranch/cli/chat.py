@@ -75,9 +75,7 @@ class ChatSession:
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # readline's default
         if self.is_typed:
-            self._console.note(
-                "/help lists the commands; Ctrl-C ends an answer, Ctrl-D the program."
-            )
+            self._console.note("/help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat.")
         # While nothing is generated, Ctrl-C only drops the typed line.
         previous = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -152,8 +150,7 @@ class ChatSession:
         name, _, rest = line.partition(" ")
         usage = next((usage for usage in USAGES if usage.split()[0] == name), None)
         if usage is None:
-            hint = "/help lists the commands"
-            raise lb.ConfigError(f"there is no command {name}", hint=hint)
+            raise lb.ConfigError(f"there is no command {name}", hint="/help lists the commands")
         try:
             if not rest and usage.endswith(("N", "FILE", "TEXT")):
                 raise ValueError
@@ -161,8 +158,7 @@ class ChatSession:
         except ValueError as error:
             if isinstance(error, lb.LlamaBranchError):
                 raise
-            message = "an argument is missing or not valid"
-            raise lb.errors.UsageError(message, hint=usage) from None
+            raise lb.errors.UsageError("an argument is missing or not valid", hint=usage) from None
 
     def _do(self, name: str, rest: str) -> None:
         chat, note = self.chat, self._console.note

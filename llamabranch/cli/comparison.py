@@ -80,32 +80,27 @@ def report(
         "accepted": (accepted := counts.num_accepted_tokens),
         "accept_rate": counts.draft_acceptance_rate,
         "tokens_a_pass": 1 + accepted / n if n else math.nan,
-        "decodes_of_target": stats.target_forward_passes,
-        "decodes_of_draft": stats.draft_forward_passes,
+        "decodes_of_target": (by_target := stats.target_forward_passes),
+        "decodes_of_draft": (by_draft := stats.draft_forward_passes),
         "tokens_per_second": stats.tokens_per_second,
     }
     rows = {
         "accept rate": percent(accepted, drafted) if drafted else "nothing was drafted",
         "tokens a pass": f"{number(figures['tokens_a_pass'], 2)} ({accepted + n} in {n})",
-        "decodes": "{decodes_of_target} of the target, {decodes_of_draft} of the draft".format(
-            **figures
-        ),
+        "decodes": f"{by_target} of the target, {by_draft} of the draft",
         "tokens/s": number(stats.tokens_per_second, 1),
     }
     if compared:
         ratio, *ends = speed_up(compared)
         figures |= {
-            "tokens_per_second": median(pair.drafted for pair in compared),
-            "plain_tokens_per_second": median(pair.plain for pair in compared),
+            "tokens_per_second": (drafted_rate := median(pair.drafted for pair in compared)),
+            "plain_tokens_per_second": (plain_rate := median(pair.plain for pair in compared)),
             "speed_up": ratio,
             "speed_up_range": ends,
             "texts_equal": all(pair.is_equal for pair in compared),
         }
-        rates = (
-            number(figures[name], 1) for name in ("tokens_per_second", "plain_tokens_per_second")
-        )
         rows |= {
-            "tokens/s": "{}, {} without drafts".format(*rates),
+            "tokens/s": f"{number(drafted_rate, 1)}, {number(plain_rate, 1)} without drafts",
             "speed-up": "{:.2f} ({:.2f} to {:.2f})".format(ratio, *ends),
             "texts equal": "yes" if figures["texts_equal"] else "no",
         }

@@ -105,8 +105,7 @@ def _versions() -> list[str]:
 
 def advise(machine: Machine, flags: frozenset[str], n_threads: int, *, on_gpu: bool) -> list[str]:
     """Return advice: what could be better, and what to do about it. ``flags`` are the processor's."""
-    # Compare beginnings: a build lists several features of AVX512, and names of ARM's features
-    # vary.
+    # Compare beginnings: a build lists several features of AVX512, and ARM's names vary.
     built = "\n".join(machine.features)
     unused = [
         f for f, name in FEATURES.items() if f in flags and not re.search(rf"^{name}", built, re.M)

@@ -31,9 +31,8 @@ def resolve(
     """
     named, draft = given.model, given.draft
     is_auto = draft in (None, "auto")
-    target = (
-        hub.default_model() if always and is_auto and named is None else given.announce(console)
-    )
+    is_free = always and is_auto and named is None
+    target = hub.default_model() if is_free else given.announce(console)
     has_mtp = Model.head_kind(hub.resolve(target, download=None)) == MTP
     if draft == MTP and not has_mtp:
         message = f"{target} has no MTP layers that llama.cpp supports"

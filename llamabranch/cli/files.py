@@ -24,8 +24,12 @@ def read_text(path: Path, newline: str | None = None) -> str:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             return file.read()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path!s:.80}: {why}") from None
+        raise ConfigError(f"cannot read {path!s:.80}: {_why(error)}") from None
+
+
+def _why(error: OSError | ValueError) -> str:
+    why = getattr(error, "strerror", None) or str(error)
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why
 
 
 def load_functions(path: Path) -> list[Callable[..., object]]:
@@ -41,7 +45,7 @@ def load_functions(path: Path) -> list[Callable[..., object]]:
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(source, str(path), "exec"), names)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} cannot be run: {error!r}") from error
+        raise ConfigError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     functions = [
         value
         for name, value in names.items()
@@ -61,7 +65,7 @@ def read_standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read standard input: {error}") from None
+        raise ConfigError(f"cannot read standard input: {_why(error)}") from None
 
 
 def piped_or_read(words: Sequence[str]) -> list[str]:

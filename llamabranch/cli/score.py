@@ -44,6 +44,8 @@ def score(
         text = read_text(file, newline="").removesuffix("\n")  # as llama.cpp reads it
         console.answer(_measured(given, console, text, against))
         return
+    if len(words) == 1 and " " not in words[0] and Path(words[0]).suffix[1:].isalpha():
+        console.note(f"{words[0]} is not a file: these letters are scored")
     words = piped_or_read(words)
     if not words:
         raise ConfigError("there is no text", hint="pass a text or a file, or pipe a text in")
@@ -64,7 +66,11 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
     ctx = given.open(name, console, n_ctx=window)
     n_tokens = len(ctx.model.prompt_tokens(text))
     if given.n_ctx is None and n_tokens < 2 * WINDOW:
-        window = max(n_tokens // 2, 4)
+        window = n_tokens // 2
+        if window < 4:
+            size = plural(n_tokens if text else 0, "token")
+            hint = "llamabranch score - < FILE scores its tokens"
+            raise ConfigError(f"a text of {size} is too short for a perplexity", hint=hint)
         console.note(f"a short text: chunks of {window} tokens, not {WINDOW}")
 
     def progress(part: Any) -> None:
@@ -74,7 +80,7 @@ def _measured(given: Given, console: Console, text: str, against: str | None) ->
         found = perplexity(ctx, text, window, progress=progress)
         figures: dict[str, tuple[float, float]] = {"perplexity": (found.value, found.stderr)}
     else:
-        base = given.open(against, console, n_ctx=window)
+        base = given.open(against, console, n_ctx=given.n_ctx or WINDOW)
         statistics = divergence(base, ctx, text, window, progress=progress).statistics
         figures = {
             "perplexity": statistics.perplexity,

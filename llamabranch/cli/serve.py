@@ -58,7 +58,7 @@ def serve(
     own: dict[str, Any] = {
         "host": host, "port": port, "parallel": parallel, "max_tokens": given.max_tokens,
         "sampling": params, "drop_lines": tuple(drop_line or ()),
-        "api_keys": _parts(api_key or [os.environ.get(_KEY_VARIABLE, "")]),
+        "api_keys": _parts(api_key or [os.environ.get(_KEY_VARIABLE, "")]) or ("",) * bool(api_key),
     }  # fmt: skip
     more: dict[str, Any] = {
         name: _parts([value])

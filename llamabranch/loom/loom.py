@@ -154,10 +154,11 @@ class Loom(Live):
         if head is None:
             self.add(Head(model=model.name, fingerprint=model.fingerprint))
         elif not model.is_of(head.fingerprint):
-            journal.read_only = journal.read_only or (
-                f"It was written with the model {head.model}, and this is {model.name}. To read it "
-                "with this model, import it into another document."
-            )
+            told = f"It was written with the model {head.model}, and this is {model.name}."
+            told += " To read it with this model, import it into another document."
+            if journal.read_only is None:
+                journal.complain(f"{journal.path.name} is read-only. {told}")
+                journal.read_only = told
         self.emit("reset", {})
 
     def model(self) -> dict[str, object]:

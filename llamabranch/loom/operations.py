@@ -54,10 +54,15 @@ async def _run(loom: Loom, do: Do, operation: _Operation) -> Answer:
     least = int(do.node is not None and not do.edit)  # an edit of all is a new root
     if not least <= at <= node.end:
         raise HttpError(400, f"at must be {least} to {node.end}, not {at}", param="at")
-    is_gone = any(owner.deleted for owner, *_ in node.stretches(0, at))
-    if is_gone and do.op in ("type", "chat", "continue", "fork"):  # in another tab
+    if _is_deleted(node, at) and do.op in ("type", "chat", "continue", "fork"):  # in another tab
         raise HttpError(409, "this branch was deleted; undo brings it back", param="node")
     return await operation.run(loom, do, node, at)
+
+
+def _is_deleted(node: Node, at: int | None = None) -> bool:
+    """Return whether a node's text, or the first ``at`` tokens of it, was deleted."""
+    owners = [owner for owner, *_ in node.stretches(0, at)]
+    return any(owner.deleted for owner in (owners if at is not None else [*owners, node]))
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -157,7 +162,8 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         talk = Talk(messages, tools, record.variables).thinking(model, do.thinking)
         return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
 
-    if do.node is None and not (do.text or "").strip():
+    is_asked = do.node is None or (do.role == "user" and do.text is not None)
+    if is_asked and not (do.text or "").strip():
         raise HttpError(400, "the message is empty", param="text")
     new = await asyncio.to_thread(written)
     if do.node is not None and not new.ids:  # nothing changed
@@ -262,6 +268,9 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         records.append(Change(id=node.id, name="deleted"))
     loom.make(records, do.cid)
     loom.send_nodes(node)
+    if do.op == "delete":  # nobody sees what is written there
+        jobs = [*loom.jobs.values()]
+        loom.stop(job for job in jobs if job.nodes and all(map(_is_deleted, job.nodes)))
     return {}
 
 

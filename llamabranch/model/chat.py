@@ -30,30 +30,32 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
     return is_pair or isinstance(first, Mapping)
 
 
-def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
+def chat_messages(messages: Iterable[Message], name: str = "messages") -> list[dict[str, object]]:
     """Check messages, and return them as dictionaries with at least ``role`` and ``content``.
 
     A message is a mapping, or a pair of role and content. If the content is a list of parts of type
-    "text", as in OpenAI's API, the parts are joined.
+    "text", as in OpenAI's API, the parts are joined. Errors name the argument by ``name``.
 
     Raises:
         ConfigError: there are no messages, or one is invalid; the message names its index.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ConfigError(
-            f"messages must be a list of role and content, not {messages!r:.40}",
+            f"{name} must be a list of role and content, not {messages!r:.40}",
             hint='for example [{"role": "user", "content": "Hello"}]',
         )
     checked = []
     for index, message in enumerate(messages):
-        with placed(f"messages[{index}]"):
+        with placed(f"{name}[{index}]"):
             checked.append(_message(message))
     if not checked:
-        raise ConfigError("messages must hold at least one message")
+        raise ConfigError(f"{name} must hold at least one message")
     return checked
 
 
-def check_roles(messages: Iterable[Mapping[str, object]], template: str) -> None:
+def check_roles(
+    messages: Iterable[Mapping[str, object]], template: str, name: str = "messages"
+) -> None:
     """Raise ConfigError for a role that is neither a common one nor a word in the template's source.
 
     With such a role, a template omits the message, or writes a role that the model has never seen.
@@ -64,7 +66,7 @@ def check_roles(messages: Iterable[Mapping[str, object]], template: str) -> None
             role and re.search(rf"(?<!\w){re.escape(role)}(?!\w)", template)
         ):
             raise ConfigError(
-                f"messages[{index}]: unknown role {role!r}", hint=nearest(role, _ROLES, "roles")
+                f"{name}[{index}]: unknown role {role!r}", hint=nearest(role, _ROLES, "roles")
             )
 
 

@@ -104,7 +104,8 @@ class Record(Struct, omit_defaults=True):
     def line(self) -> str:
         """Return the record as one line of a log, with the reasons why tokens were read again."""
         numbers = (
-            f"{self.door} {self.session or self.id}: {self.num_prompt_tokens:,} tokens = "
+            f"{self.door} {self.session or self.id}: "
+            f"{self.num_prompt_tokens:,} token{'s' * (self.num_prompt_tokens != 1)} = "
             f"{self.cached:,} cached + {self.evaluated:,} read in {self.read_s:.1f} s, "
             f"{self.generated:,} generated in {self.write_s:.1f} s"
         )

@@ -228,6 +228,8 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         for name in ("parse_special", "prompt_progress", "show_schema"):
             value = getattr(self, name)
             flag(name, bool(value) if isinstance(value, np.bool_) else value)
+        if self.parallel_tool_calls is not None:
+            flag("parallel_tool_calls", self.parallel_tool_calls)
         if self.constraint is not None:
             ConstraintCalls(self.constraint)
         self._set_grammar()

@@ -51,8 +51,9 @@ class Server:
         try:
             self._socket = socket.create_server((host, settings.port), family=family, backlog=1024)
         except (OSError, OverflowError) as error:
+            why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
             raise ConfigError(
-                f"cannot listen on {settings.host}:{settings.port}: {error}",
+                f"cannot listen on {settings.host}:{settings.port}: {why}",
                 hint="--port sets another port; 0 takes any free one",
             ) from None
         # Per connection. It limits the memory for a client that does not read.
@@ -70,7 +71,8 @@ class Server:
             server.force_exit = server.should_exit
             server.should_exit = True
             if service is not None and service.n_texts and not server.force_exit:
-                self._log(f"waiting for {service.n_texts} running texts; another Ctrl-C ends them")
+                n = service.n_texts
+                self._log(f"waiting for {n} running text{'s' * (n > 1)}; another Ctrl-C ends them")
 
     def run(self) -> None:
         """Serve until ``stop`` is called, or the process gets SIGINT or SIGTERM.

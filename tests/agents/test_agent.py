@@ -188,8 +188,17 @@ def test_a_history_is_a_report_of_any_agent_or_messages(stage: Context) -> None:
     assert again.messages[0] == other.messages[1]  # it begins with the agent's own messages
     both = agent.run(["one", "two"], history=[("user", "plain: a"), ("assistant", "b")])
     assert [m["content"] for m in both[1].messages] == ["sys", "plain: a", "b", "two", "And again."]
-    for bad in ("text", [3], 7):
-        with pytest.raises(ConfigError):
+    assert agent.run("plain: hello", history=None).messages == first.messages
+    user = {"role": "user", "content": "a"}
+    for bad, why in (
+        ("text", "history must be a list"), (7, "history must be a list"), (user, "history must be"),
+        ([user, 3], r"history\[1\]: a message must have a role"),
+        ([{"content": "a"}], r"history\[0\]: a message must have a role"),
+        ([user, {"role": "usr", "content": "a"}], r"history\[1\]: unknown role 'usr'"),
+        ([{"role": "user"}], r"history\[0\]: the content of a message must be text"),
+        ([user, {"role": "assistant", "tool_calls": "x"}], "tool_calls must be a list"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
             agent.run("x", history=cast(Any, bad))
 
 

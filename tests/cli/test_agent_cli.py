@@ -111,7 +111,7 @@ def test_on_a_terminal_texts_are_shown_as_they_are_written(model: Path, tools: P
     ("source", "message"),
     [
         ("x = 1", "defines no function"),
-        ("def f(:", "cannot be run"),
+        ("def f(:", "cannot be run: SyntaxError: invalid syntax (bad.py, line 1)"),
         ("def f(a): pass", "the parameter a has no annotation"),
         ("raise SystemExit(3)", "cannot be run"),
         (None, "cannot read"),
@@ -128,6 +128,8 @@ def test_files_of_functions_that_are_refused(
 
 
 def test_no_task_no_template_and_a_function_that_raises(model: Path, tools: Path) -> None:
+    refused = run("agent", "-m", model, "-n", "0", "one: go")  # before, it was the default limit
+    assert refused.exit_code == 2 and "max_tokens must be at least 1, not 0" in refused.stderr
     tools.write_text('def add(a: int, b: int) -> int:\n    "Add."\n    return a / 0\n')
     for arguments, code, message in (
         (("-m", model), 2, "no task was given"),

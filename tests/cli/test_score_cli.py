@@ -56,6 +56,10 @@ def test_a_file_has_the_perplexity_of_the_library_and_a_model_no_divergence_from
     assert "is scored alone" in said_by("score", "-f", path, "text")
     short = run("score", path)  # without -c the chunks fit a short text
     assert short.exit_code == 0 and "a short text: chunks of " in short.stderr
+    path.write_text("The wolf said that he was not at home.", encoding="utf-8")
+    short = run("score", path, "--against", "tale-draft", "-S", "n_seq_max=16")
+    assert short.exit_code == 0, short.stderr  # the chunks are shorter than 16 tokens
+    path.write_text(text, encoding="utf-8")
     same = answer("score", "-f", path, "-c", "64", "--against", "tale-target")
     assert same["kl_divergence"]["value"] == pytest.approx(0, abs=1e-6)
     assert same["same_most_probable_token"]["value"] == 1
@@ -63,6 +67,21 @@ def test_a_file_has_the_perplexity_of_the_library_and_a_model_no_divergence_from
     assert other["kl_divergence"]["value"] > 0 and other["against"] == "tale-draft"
     shown = run("score", path, "-c", "64", "--against", "tale-draft").stdout
     assert re.search(r"^same most probable token +\d\d\.\d % ± \d\.\d %$", shown, re.MULTILINE)
+
+
+def test_files_without_a_perplexity_are_refused_by_what_they_have(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    for data, why in (
+        (b"", "a text of 0 tokens is too short"), (b"Hi", "a text of 2 tokens is too short"),
+        (b"\xb7\0", "text.txt: it is not UTF-8 text"),
+    ):  # fmt: skip
+        path.write_bytes(data)
+        result = run("score", path)
+        assert result.exit_code == 2 and why in " ".join(result.stderr.split())
+        assert "chunks of" not in result.stderr
+    result = run("score", "no-such-file.txt")  # it may be a text
+    assert result.exit_code == 0
+    assert "no-such-file.txt is not a file: these letters are scored\n" in result.stderr
 
 
 def test_a_text_of_one_token_has_no_figures() -> None:

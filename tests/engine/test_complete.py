@@ -410,6 +410,7 @@ BAD_OPTIONS: list[dict[str, Any]] = [
         {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
         *({"share": x} for x in ("thoughts", 1, True)),
         *({"thinking": x} for x in (-1, "on", 1.5, [1])),
+        *({"tools": TOOLS, "parallel_tool_calls": x} for x in ("no", 1, [False])),
 ]  # fmt: skip
 BAD_CHATS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((HELLO, options, ConfigError, "") for options in BAD_OPTIONS),

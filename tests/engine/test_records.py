@@ -362,3 +362,8 @@ def test_the_times_of_a_record_are_those_of_all_its_texts(ctx: Context) -> None:
     assert record.finish_reason == results[0].finish_reason
     ctx.complete("Another tale", max_tokens=0)
     assert ctx.requests[-1].read_s > 0  # no token ends the time in which a prompt is read
+
+
+def test_one_token_is_a_token(ctx: Context) -> None:
+    ctx.complete([5], max_tokens=0)
+    assert ": 1 token = 0 cached + 1 read in " in ctx.requests[-1].line()

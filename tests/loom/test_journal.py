@@ -175,6 +175,10 @@ def test_a_changed_file_is_read_as_far_as_it_can_and_left_alone(tmp_path: Path, 
         with pytest.raises(ConfigError, match="newer llamabranch"):
             formats.read(data, 9, lambda _: True)
     if kind == "of another model":
+        with Opened(tmp_path, *LEAN) as running:
+            while running.api.get("/loom/doc").json()["file"]["read_only"] is None:
+                sleep(0.1)
+            assert f"{FILE} is read-only. It was written with" in running.end(signal.SIGTERM)[1]
         (tmp_path / "other").mkdir()
         with Paged(tmp_path / "other") as page:  # its texts; they were not drawn here
             assert page.api.post("/loom/import", content=data).status_code == 200

@@ -292,15 +292,15 @@ def test_stop_and_undo_end_the_reading_and_leave_no_branch(page: Paged, op: str,
         assert page.api.get("/loom/tokens", params={"node": made["id"]}).status_code == 404
 
 
-@pytest.mark.parametrize("op", ["undo", "stop"])
-def test_a_generation_is_undone_or_stopped(page: Paged, root: Any, op: str) -> None:
+@pytest.mark.parametrize("op", ["undo", "stop", "delete"])
+def test_a_generation_is_undone_stopped_or_deleted(page: Paged, root: Any, op: str) -> None:
     answer = page.do("continue", node=root["id"], n=1, max_tokens=800)
     node, job = answer["nodes"][0]["id"], answer["job"]
     page.wait(lambda: bool(page.of("tokens", node=node)))
-    page.do(op)
+    page.do(op, node=node)
     assert page.finish(job)["state"] == "stopped"
-    assert (node in page.nodes()) == (op == "stop")
-    if op == "stop":  # what is there is kept
+    assert (node in page.nodes()) == (op != "undo")
+    if op != "undo":  # what is there is kept
         told = page.tokens(node)
         assert told["node"]["reason"] == "stopped" and 0 < len(told["ids"]) < 800
 

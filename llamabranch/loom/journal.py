@@ -210,10 +210,8 @@ class Journal:
         if error.errno == EEXIST:
             self._kept.clear()  # the file has nothing of the document
         elif self._file is not None:
-            with suppress(OSError):
-                self._file.truncate(
-                    self._size
-                )  # no half line, and none that may not be on the disk
+            with suppress(OSError):  # no half line, and none that may not be on the disk
+                self._file.truncate(self._size)
 
     def close(self) -> None:
         """Try once more to write the rest, say what is lost, and release the file."""

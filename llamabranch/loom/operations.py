@@ -162,7 +162,8 @@ async def _chat(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         talk = Talk(messages, tools, record.variables).thinking(model, do.thinking)
         return write(model, talk, node.tokens(at if do.turn is None else None), turns, answer)
 
-    if do.node is None and not (do.text or "").strip():
+    is_asked = do.node is None or (do.role == "user" and do.text is not None)
+    if is_asked and not (do.text or "").strip():
         raise HttpError(400, "the message is empty", param="text")
     new = await asyncio.to_thread(written)
     if do.node is not None and not new.ids:  # nothing changed

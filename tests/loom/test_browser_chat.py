@@ -212,6 +212,11 @@ def test_tools_that_are_no_list_are_told_below_them(page: Page) -> None:
 def test_a_word_picked_in_a_message_continues_the_message(page: Page) -> None:
     talk(page)
     (_, (_, said), _) = turns(page)
+    page.locator("#find").fill("im_start")  # the name of a control token is no text
+    told(page, "#found", "^0$")
+    idle(page)
+    assert page.locator("#text .found").count() == 0
+    page.locator("#find").fill("")
     first = page.locator("#text .turn.by-user.said [data-token]").first
     place = int(first.get_attribute("data-token") or 0) + 1
     take(page, place)

@@ -235,6 +235,9 @@ def test_what_is_no_chat_is_refused(page: Paged) -> None:
     page.do("chat", 400, node=node["id"], turn=7, text="Hello")
     page.do("chat", 400, node=node["id"], role="assistant", text="Hello")
     page.do("chat", 400, text="  ")
+    for fields in ({}, {"turn": 0}):  # a reply, an edit
+        refused = page.do("chat", 400, node=node["id"], text=" \n", **fields)["error"]
+        assert refused["message"] == "the message is empty"
     page.do("chat", 400, node=node["id"], text="Hello", role="nobody")
     before = page.nodes()
     page.do("chat", 400, text=ASKED, tools=[{"function": {}}])

@@ -95,7 +95,8 @@ const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 function matchesIn(c) {
   const [at, to] = view.match;
   /** @type {Map<number, string>} */ const classes = new Map();
-  for (const [first, last] of occurrences(c.text, view.sought))
+  const words = c.text.map((word, i) => (c.control[i] ? "" : word)); // names of control tokens are no text
+  for (const [first, last] of occurrences(words, view.sought))
     for (let i = first; i <= last; i++) classes.set(i, i >= at && i <= to ? " found now" : " found");
   return classes;
 }

@@ -243,7 +243,7 @@ def test_an_agent_runs_where_a_loop_runs_and_on_a_running_engine(stage: Context)
 
 def test_an_agent_does_not_change(stage: Context) -> None:
     agent = Agent(stage, name="solver")
-    with pytest.raises(AttributeError, match="does not change"):
+    with pytest.raises(AttributeError, match="cannot be changed"):
         agent.name = agent.name
     assert repr(agent) == "<Agent 'solver' with 'scripts': no tools>"
 

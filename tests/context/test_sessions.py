@@ -96,7 +96,7 @@ def test_a_child_never_evicts_its_parents_path(ctx: Context) -> None:
     # It does not fit beside its parent: it ends, and the parent's path is still there.
     result = ctx.complete(text(12, 150), max_tokens=200, min_tokens=200, **child)
     assert (result.finish_reason, len(result.tokens) > 0) == ("capacity", True)
-    with pytest.raises(lb.CacheFullError, match="room for 212 beside the 300 that are kept for"):
+    with pytest.raises(lb.CacheFullError, match="room for 212, because 300 are kept for"):
         ctx.complete(text(13, 300), max_tokens=1, **child)
     # A grandchild neither.
     with pytest.raises(lb.CacheFullError):

@@ -39,7 +39,8 @@ def front_of(loom: Loom) -> Front:
 
 async def _do(loom: Loom, call: Request) -> Response:
     body = await perform(loom, await json_of(call, Do))
-    return reply(body, 507 if "error" in body else 200 if body.get("job") is None else 202)
+    status = 507 if "error" in body else 200 if body.get("job") is None else 202
+    return reply({**body, "event": loom.n_events}, status)  # the last event that came before it
 
 
 async def _doc(loom: Loom, call: Request) -> Response:
@@ -156,9 +157,9 @@ async def _import(loom: Loom, call: Request) -> Response:
     names = dict(zip((node.id for node in content.shown()), nodes, strict=True))
     shown = names.get(content.current or "", nodes[-1]).id  # as it was shown there
     roots = [document.node_fields(node) for node in nodes if node.parent is None]
-    answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
     error = await loom.confirm()
-    return reply(answer | error, 507 if error else 200)
+    answer = {"nodes": roots, "count": len(nodes), "shown": shown, "bar": [*fields]}
+    return reply({**answer, **error, "event": loom.n_events}, 507 if error else 200)
 
 
 _ROUTES: dict[str, Handler] = {

@@ -36,7 +36,6 @@ from .window import prompt_of, scoring_window
 
 _EVENT_S, _BUSY_EVENT_S, _SAVE_S, _RETRY_S, _BEAT_S = 0.05, 0.25, 0.25, 1.0, 15.0
 _MOST_EVENTS = 4096  # events that wait for a slow tab
-_RESET = b"event: reset\ndata: {}\n\n"  # makes a tab fetch the document
 _FEW = 64  # up to this many tokens are processed without showing progress
 _MOST_AGAIN = 4096  # tokens that a tab gets again when some of them have new numbers
 _HELD = 8  # an incomplete tag or character has at most this many tokens
@@ -125,6 +124,7 @@ class Live:
         self.boot = token_hex(4)
         self.jobs: dict[str, PageJob] = {}  # those that run
         self._numbers = count(1)
+        self.n_events = 0
         self._tabs: dict[asyncio.Event, list[bytes]] = {}  # events that wait to be sent to each tab
         self._tasks: set[asyncio.Task[None]] = set()
         # Own tokens that are neither sent nor in the journal.
@@ -148,12 +148,16 @@ class Live:
 
     def emit(self, name: str, data: object) -> None:
         """Send an event to all tabs."""
-        frame = f"event: {name}\ndata: ".encode() + _encode(data) + b"\n\n"
+        self.n_events += 1
+        frame = self._frame(name, data)
         for news, waiting in self._tabs.items():
             if len(waiting) == _MOST_EVENTS:
-                waiting[:] = [_RESET]
+                waiting[:] = [self._frame("reset", {})]
             waiting.append(frame)
             news.set()
+
+    def _frame(self, name: str, data: object) -> bytes:
+        return f"event: {name}\nid: {self.n_events}\ndata: ".encode() + _encode(data) + b"\n\n"
 
     def send_nodes(self, *nodes: Node, cid: str = "") -> None:
         """Send the current state of nodes; ``cid`` is the id of the request that made them."""
@@ -163,7 +167,7 @@ class Live:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield events as they come. The first one makes the tab fetch the document."""
         self._loop = asyncio.get_running_loop()
-        news, waiting = asyncio.Event(), [_RESET]
+        news, waiting = asyncio.Event(), [self._frame("reset", {})]
         self._tabs[news] = waiting
         try:
             while True:

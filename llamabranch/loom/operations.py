@@ -287,7 +287,7 @@ async def _undo(loom: Loom, do: Do, node: Node, at: int) -> Answer:
     loom.send_undo()
     done = {
         "op": action.op, "nodes": [node.id for node in touched],
-        "node": document.node_fields(touched[0]),  # its new state, because its event may arrive later
+        "node": document.node_fields(touched[0]),
     }  # fmt: skip
     return {"redone" if again else "undone": done, **document.counts()}
 

@@ -199,9 +199,12 @@ def told(page: Page, selector: str, pattern: str) -> None:
 
 
 def asked(page: Page, path: str, body: str | None = None) -> Any:
-    """Return the server's answer to the page, as JSON."""
-    script = """([path, body]) => fetch(path, body === null ? {} : {method: "POST", body})
-        .then((answer) => answer.json())"""
+    """Return the server's answer to the page, as JSON, once the page knows what it changed."""
+    script = """async ([path, body]) => {
+        const {caughtUp} = await import("/app/net.js");
+        const reply = await fetch(path, body === null ? {} : {method: "POST", body});
+        const answer = await reply.json();
+        return answer.event ? caughtUp(answer) : answer; }"""
     return page.evaluate(script, [path, body])
 
 

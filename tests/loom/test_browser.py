@@ -394,6 +394,28 @@ def test_what_is_imported_is_shown_until_it_is_undone(page: Page) -> None:
         assert "".join(tokens(page)).startswith(text)
 
 
+def test_an_answer_waits_for_the_events_before_it(page: Page) -> None:
+    page.add_init_script("""{ const listen = EventSource.prototype.addEventListener;
+        EventSource.prototype.addEventListener = function (name, hear) {
+          listen.call(this, name, (event) => setTimeout(() => hear(event), 300)); }; }""")
+    page.reload()
+    idle(page)
+    node = shown(page, "A text")
+    press(page, "E", at="#text")
+    data = tree_file(("A king", -1), (" slept", 0)).encode()
+    file: Any = {"name": "loom.json", "mimeType": "text/plain", "buffer": data}
+    page.locator("dialog input[type=file]").set_input_files(file)
+    told(page, "#status", "imported")
+    idle(page)
+    assert chosen(page) != node
+    press(page, "u", at="#text")
+    assert (chosen(page), "".join(tokens(page))) == (node, "A text")
+    press(page, "Enter", at="#text")
+    page.locator(".typing textarea").fill(" of a king")
+    press(page, "Escape")
+    assert "".join(tokens(page)) == "A text of a king"
+
+
 def test_undo_shows_what_was_shown_and_redo_what_is_done_again(page: Page) -> None:
     written(page)
     box = page.locator(".typing textarea")

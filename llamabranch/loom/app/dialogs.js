@@ -2,7 +2,7 @@
 // Dialogs: questions, bookmarks, export and import.
 import { $, fill, h, label, plural, redraw, tell, visible, warn } from "./dom.js";
 import { choose } from "./lenses.js";
-import { backend, fetchDoc } from "./net.js";
+import { backend, caughtUp } from "./net.js";
 import { select, store } from "./store.js";
 import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
@@ -49,7 +49,7 @@ async function bring(/** @type {any} */ file) {
   $("dialog").close();
   shownBefore.set(answer.nodes[0].id, [store.current, store.end]);
   if (!store.current) choose(); // the example's lens is not for a text of one's own
-  await fetchDoc(); // the new nodes must be here to be shown, and scored
+  await caughtUp(answer); // the new nodes must be here to be shown, and scored
   select(answer.shown);
   redraw(["place"]); // it may be chosen already
   const more = answer.bar.map((/** @type {string} */ name) => (name === "memory" ? "memory" : "author’s note")).join(" and ");

@@ -3,7 +3,7 @@
 import { $, attribute, fill, h, later, pace, paints, plural, radios, redraw, set, tell, visible } from "./dom.js";
 import { LENSES, choose, drawLegend, keepLens, paintOf, turn } from "./lenses.js";
 import { act, connect, net } from "./net.js";
-import { keepDraft, keepSetting, look, putNode, select, stateOf, store, view } from "./store.js";
+import { keepDraft, keepSetting, look, select, stateOf, store, view } from "./store.js";
 import { segmentOf, startTree, treeMoves } from "./tree.js";
 import { besides, charactersBefore, foldThoughts, followEnd, inContext, moveTo, place, seek, shownPath, startText, textMoves } from "./text.js";
 import { isChat, turnAt } from "./turns.js";
@@ -140,14 +140,12 @@ const run = {
   },
   undo: () => inTurn(async () => {
     const answer = await act("undo"), { op, node } = answer?.undone ?? {};
-    if (op) putNode(node);
     const [before, end] = shownBefore.get(node?.id) ?? [node?.id, null];
     if (op === "delete" ? !node.deleted : !store.current && before !== node?.id) select(before, end);
     if (answer) tell("Undone.");
   }),
   redo: () => inTurn(async () => {
     const answer = await act("redo"), { op, node, nodes = [] } = answer?.redone ?? {};
-    if (op) putNode(node);
     if (op === "delete" && node.deleted) leave(node);
     else if (nodes.length > 1 && node.parent) select(node.parent, node.at); // show where the continuations begin
     else if (op && op !== "set") select(node.id); // a bookmark or a note moves nothing

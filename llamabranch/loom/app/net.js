@@ -44,10 +44,23 @@ function begun(cid, node) {
   beginnings.delete(cid);
 }
 
+let handled = -1; // the number of the last event that changed the page
+/** @type {(() => void)[]} */ const waiting = []; // for the next event
+
+/** Return an answer once the page has handled the events before it, which come over another connection.
+ * @param {any} answer */
+export async function caughtUp(answer) {
+  busy(1);
+  while (handled < answer.event) await new Promise((resolve) => waiting.push(() => resolve(null)));
+  await fetched;
+  busy(-1);
+  return answer;
+}
+
 const QUIET = ["show", "score"]; // operations without a user's action keep the footer
 
 /** Do an action. While the connection is lost it is repeated under the same id, so that it is done once. If the server
- * refuses it, the footer shows why, and the answer is null.
+ * refuses it, the footer shows why, and the answer is null. Otherwise it comes after all events that were sent before it.
  * @param {string} op @param {Record<string, any>} [fields]
  * @param {(node: any) => void} [first] called with the node it makes: the event comes before the answer, which waits
  * for the disk @param {any} [wrong] where it is said, too, why the server refuses it @returns {Promise<any>} */
@@ -58,14 +71,8 @@ export async function act(op, fields = {}, first, wrong) {
   if (!QUIET.includes(op)) hush();
   for (let wait = 250; ; wait = Math.min(4000, 2 * wait)) {
     try {
-      const answer = await backend.ask("/loom/do", { method: "POST", body });
-      await fetched;
-      const { job, nodes = answer.node ? [answer.node] : [] } = answer; // events bring the same nodes, mostly earlier
-      const unseen = nodes.filter((/** @type {any} */ { id }) => id && !store.nodes.has(id)).map(putNode);
-      if (nodes.length) begun(cid, nodes[0]);
-      const runs = job && !store.jobs.has(job);
-      if (runs) store.jobs.set(job, { id: job, op, state: "running", nodes: nodes.map(({ id }) => id) });
-      if (runs || unseen.length) redraw(["state", "tree", "text"]);
+      const answer = await caughtUp(await backend.ask("/loom/do", { method: "POST", body }));
+      begun(cid, (answer.nodes ?? [answer.node])[0]); // if its event was lost
       return answer;
     } catch (error) {
       const { message, status } = /** @type {any} */ (error);
@@ -164,6 +171,7 @@ function listen() {
   source.onopen = () => connection(true);
   source.onerror = () => {
     connection(false);
+    handled = -1; // the next server counts its own
     if (source.readyState !== EventSource.CLOSED) return;
     setTimeout(() => source === events && listen(), 2000);
     void fetchDoc().catch(() => {}); // it says whether the session is missing
@@ -174,6 +182,8 @@ function listen() {
       await fetched;
       const isFirst = name === "tokens" && !store.nodes.get(data.node)?.tokens.n; // the first tokens of a text are drawn at once
       redraw(handle(data), !isFirst && ["tokens", "round"].includes(name));
+      handled = Number(event.lastEventId);
+      waiting.splice(0).forEach((go) => go());
     });
   }
 }

@@ -24,7 +24,7 @@ def read_text(path: Path, newline: str | None = None) -> str:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             return file.read()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path!s:.80}: {_why(error)}") from None
+        raise ConfigError(f"cannot read {str(path)[-80:]}: {_why(error)}") from None
 
 
 def _why(error: OSError | ValueError) -> str:

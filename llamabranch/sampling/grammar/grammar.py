@@ -27,7 +27,6 @@ _RULE = re.compile(r"(?m)^[ \t]*(?:[?!]?(\w+).*?)?:")  # the beginning of a rule
 _MOST_DEEP = 1000
 _REASONS = (  # replaces llguidance's reasons, which quote expressions
     ("^the grammar is refused: ", ""),
-    ("^regex parse error:.*error: ", "pattern: "),
     ("^(lookarounds not supported).*", r"pattern: \1"),
     ("^Unsatisfiable schema: ", "no text satisfies it: "),
     ("Regex is empty: .*", "pattern and the other keywords exclude each other"),

@@ -55,7 +55,7 @@ def compiled(kind: str, source: str, whitespace: str = "any") -> str:
     grammar = _guarded(of_kind[kind])
     reason = _guarded(lambda: LLMatcher.validate_grammar(grammar))
     if reason:
-        raise _refusal(reason)
+        raise _refusal(reason, "pattern: " if kind == "json_schema" else "")
     return grammar
 
 
@@ -70,12 +70,13 @@ def _guarded(call: Callable[[], T]) -> T:
         raise
 
 
-def _refusal(reason: str) -> GrammarError:
+def _refusal(reason: str, keyword: str = "") -> GrammarError:
     text = reason.split("\n<state>")[0].strip()
     if match := re.search(
         r"regex parse error:.*\nerror: ([^\n]*)(?:\n +(\d+) \|)?", text, re.DOTALL
     ):
-        text = match[1] + (f", in line {match[2]}" if match[2] not in (None, "1") else "")
+        line = f", in line {match[2]}" if match[2] not in (None, "1") else ""
+        text = f"{keyword}{match[1]}{line}"
     if len(text) > _MOST_REASON:
         text = text[: _MOST_REASON - 3] + "..."
     if text.startswith("NoExtension"):

@@ -333,7 +333,10 @@ class Core:
             if job.is_aborted and job in scheduler:
                 for choice in scheduler.choices_of(job):
                     try:
-                        self._end(choice, "cancelled")
+                        if sys.is_finalizing():  # modules may be gone, and nobody takes the result
+                            scheduler.finish(choice)
+                        else:
+                            self._end(choice, "cancelled")
                     except Exception as error:  # a drafter could not close a state
                         if what != "drop":
                             raise

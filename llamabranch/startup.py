@@ -30,7 +30,7 @@ def quit_on_ctrl_c() -> None:
 
 
 def quit_interrupted(_number: int = 0, _frame: FrameType | None = None) -> None:
-    """End the process with code 130; what was printed has been flushed."""
+    """End the process with code 130; all output has been flushed."""
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)

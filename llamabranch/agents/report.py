@@ -28,8 +28,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True, eq=False):
             "end": the end of the agent.
         text: the text of the model, a call's arguments as JSON, a function's complete result, or how the
             agent ended.
-        token, logprob: in a stream, of the token that completed a piece of text or thought: its id, and
-            the model's log-probability, nats. -1 and nan in all other steps.
+        token, logprob: in a stream, the id and the model's log-probability (nats) of the token that
+            completed a piece of text or thought. -1 and nan in all other steps.
         agent: the agent's name.
         path: identifies the run: "0.1" is the second sample of the first task, "0.1/2.0" is a sub-agent
             that the first call of its third turn started. Numbers count from 0.

@@ -43,7 +43,7 @@ async def threaded(call: Callable[[], T]) -> T:
 
 
 async def all_done(calls: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Run all calls together and return what they return; if one raises, the others are cancelled."""
+    """Run all calls together and return their results; if one raises, the others are cancelled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

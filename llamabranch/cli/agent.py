@@ -56,8 +56,7 @@ def agent(
     functions = [f for path in tools or () for f in load_functions(path)]
     context = given.open(given.announce(console), console)
     run = lb.Agent(
-        context, given.system or (), functions, given.schema_text,
-        max_turns=max_turns,
+        context, given.system or (), functions, given.schema_text, max_turns=max_turns,
         max_tokens=context.n_ctx if given.max_tokens is None else given.max_tokens,
         sampling=given.params(given.seed), **given.set("agent"),
     )  # fmt: skip
@@ -65,9 +64,12 @@ def agent(
     # Functions may print too; only the answer goes to standard output.
     with contextlib.redirect_stdout(sys.stderr):
         report = _show(console, run.stream(text))
-    names = "text finish_reason limit messages seed evaluated cached reread generated seconds"
+    names = (
+        "text", "finish_reason", "limit", "messages", "seed",
+        "evaluated", "cached", "reread", "generated", "seconds", "tokens_per_second",
+    )  # fmt: skip
     calls = [{"name": call.name, "arguments": call.arguments} for call in report.calls]
-    answer = {name: getattr(report, name) for name in [*names.split(), "tokens_per_second"]}
+    answer = {name: getattr(report, name) for name in names}
     console.answer({**answer, "calls": calls})
     if not console.silent:
         read = f"{plural(report.evaluated, 'token')} read, {report.cached:,} cached"

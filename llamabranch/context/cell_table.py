@@ -117,7 +117,7 @@ class CellTable:
         return self._sequences[seq_id].next_position
 
     def first_position(self, seq_id: int, start: int = 0) -> int:
-        """Return the smallest position of ``seq_id`` at or after ``start``, or -1 if there is none."""
+        """Return the smallest position of ``seq_id`` at or after ``start``, or -1."""
         smallest = -1
         for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:

@@ -131,7 +131,7 @@ class Context:
                 self.decoder.close()
             if self._owns_model:
                 if not self.model.closed:
-                    self.model.handle.name = "context"  # ClosedError says what was closed
+                    self.model.handle.name = "context"  # ClosedError names it
                 self.model.close()
 
     def __enter__(self) -> Self:

@@ -147,7 +147,7 @@ def read_head(file: BinaryIO, magic: bytes) -> tuple[Head, bytes]:
     """Return the header of a file, checked, and its metadata.
 
     Raises:
-        SnapshotError: the file is damaged, or is not of the kind that ``magic`` says.
+        SnapshotError: the file is damaged, or ``magic`` says another kind.
     """
     raw = file.read(HEADER.size)
     if len(raw) < HEADER.size or not raw.startswith(magic):

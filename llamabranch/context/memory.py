@@ -160,7 +160,7 @@ class Memory:
     # -- writing -----------------------------------------------------------------------------------
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return the order in which llama.cpp can decode these sequences; None = the given order."""
+        """Return the order in which llama.cpp can decode these sequences; None = as they are."""
         return None
 
     def prepare(self, seq_id: int, n: int) -> None:
@@ -833,7 +833,7 @@ class RollingBack(States):
         return [n if length >= n else 0 for length in lengths]
 
     def arranged(self, seqs: Sequence[int]) -> list[int] | None:
-        """Return an order in which single tokens come before drafts; None = keep the given order."""
+        """Return an order in which single tokens come before drafts; None = no change."""
         counts = Counter(seqs)
         if len(counts) in (1, n_last := len(self._last_computed(counts))) or not n_last:
             return None

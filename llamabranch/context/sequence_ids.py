@@ -26,7 +26,7 @@ class SequenceIds:
         check: raises an error if nothing may be allocated, and calls ``collect``.
 
     Attributes:
-        evict: frees a sequence that the prefix cache holds; returns False if there is none.
+        evict: frees a sequence that the prefix cache holds; returns False if it holds no text.
         transfer_text: takes a sequence over from a cached text; see ``PrefixCache.transfer_text``.
     """
 

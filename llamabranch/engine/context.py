@@ -235,9 +235,9 @@ class Context(CacheContext):
 
     @property
     def requests(self) -> list[Record]:
-        """What each of the last 500 requests has cost, oldest first, and why tokens were read."""
+        """The cost of each of the last 500 requests, oldest first, and why tokens were read."""
         return records_of(self).all()
 
     @cached_property
     def _drafters(self) -> dict[bool, Drafter]:
-        return {}  # the "auto" drafters, with what they have learned
+        return {}  # the "auto" drafters, which remember what paid off

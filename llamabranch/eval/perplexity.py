@@ -109,7 +109,7 @@ class Perplexity(Chunked):
 
     @property
     def stderr(self) -> float:
-        """The standard error of ``value`` in llama-perplexity: ``value`` times that of the mean loss."""
+        """The standard error of ``value`` in llama-perplexity: ``value`` x the mean loss's."""
         return self._estimate.stderr
 
     @property

@@ -26,7 +26,7 @@ class Produced(NamedTuple):
         source: where it comes from. "plain": drawn without a draft. "drafted": proposed and accepted.
             "forced": proposed and accepted when the grammar allowed no other text, or read between a
             thought and its answer. "bonus": the target's own token after a fully accepted draft.
-            "corrected": the target's own token in place of a rejected one.
+            "corrected": the target's own token instead of a rejected one.
         alternatives: the most probable tokens, as many as requested, best first: pairs (token,
             log-probability) with an attribute ``text``.
         rank: 1 + how many tokens the model finds more probable; 0 if no alternatives were

@@ -256,7 +256,7 @@ class Text(TextNode):
             )
 
     def check_not_empty(self, what: str) -> None:
-        """Raise BranchStateError if it has no tokens; ``what`` names what is missing then."""
+        """Raise BranchStateError if it has no tokens; ``what`` is the missing thing."""
         if not self.tokens:
             raise BranchStateError(
                 f"the branch is empty: it has no {what}", hint="prefill it first"

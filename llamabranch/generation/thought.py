@@ -138,7 +138,7 @@ class AnswerBuffer(OutputBuffer):
 
     Args:
         model: the model of the tokens.
-        start: the tag that begins a thought; "" = there is none.
+        start: the tag that begins a thought; "" = no tag.
         max_tokens, stop, stop_tokens, min_tokens: as for `OutputBuffer`.
     """
 
@@ -201,7 +201,7 @@ def named_text(model: Model, text: str, tokens: Sequence[int], *, is_cut: bool =
     """Return a text including the names of control tokens that may be tags of tool calls.
 
     Args:
-        model, text, tokens: the model, and what it generated.
+        model, text, tokens: the model, and its generated text and tokens.
         is_cut: whether a stop string ended the text, so that it is shorter than its tokens.
     """
     spoken = [token for token in tokens if not _is_silent(model, token)]

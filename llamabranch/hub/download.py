@@ -28,7 +28,7 @@ _HINTS: dict[int | None, str] = {
 
 
 def download(spec: HubSpec) -> Path:
-    """Ask the hub which files ``spec`` names, download what is missing, and return the path to load.
+    """Ask the hub which files ``spec`` names, download the missing ones, and return the path to load.
 
     Raises:
         UnsupportedError: huggingface_hub is not installed.

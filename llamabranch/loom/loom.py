@@ -144,6 +144,9 @@ class Loom(Live):
         super().__init__(path, service_of, read_only=read_only)
         self.guard = Page(port, FILES)
         self.example = Example(self)
+        self.given: dict[
+            str, dict[str, object]
+        ] = {}  # answers to actions, by the id of the request
         self._draft = draft
         self._loading = "loading the model"
 

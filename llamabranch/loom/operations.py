@@ -15,6 +15,7 @@ from .live import PageJob
 from .loom import BarFields, Do, Loom, text_grammar
 from .turns import Talk, Written, beginning, common, messages_of, opened, write
 
+_MOST_ANSWERS = 1000  # answers that are kept, for requests that come again
 Answer = dict[str, object]
 
 
@@ -27,7 +28,8 @@ class _Operation(NamedTuple):
 async def perform(loom: Loom, do: Do) -> Answer:
     """Return the answer to an operation. With an ``error``, it was done but is not saved yet.
 
-    An action that was done before, also by an earlier process, is not done again.
+    An action that was done before is not done again: it gets its first answer, or from an earlier
+    process the nodes that it made.
 
     Raises:
         HttpError, LlamaBranchError: it was refused, and nothing was done.
@@ -38,10 +40,12 @@ async def perform(loom: Loom, do: Do) -> Answer:
     if not operation.needs_file:
         return await _run(loom, do, operation)
     async with loom.acting:
-        answer = loom.again(do.cid)
+        answer = loom.given.get(do.cid, loom.again(do.cid))
         if answer is None:
             loom.check_writable()
-            answer = await _run(loom, do, operation)
+            answer = loom.given[do.cid] = await _run(loom, do, operation)
+            if len(loom.given) > _MOST_ANSWERS:
+                del loom.given[next(iter(loom.given))]
     return answer | await loom.confirm()
 
 
@@ -268,7 +272,7 @@ async def _set(loom: Loom, do: Do, node: Node, at: int) -> Answer:
         records.append(Change(id=node.id, name="deleted"))
     loom.make(records, do.cid)
     loom.send_nodes(node)
-    if do.op == "delete":  # nobody sees what is written there
+    if do.op == "delete":  # nobody would see the text
         jobs = [*loom.jobs.values()]
         loom.stop(job for job in jobs if job.nodes and all(map(_is_deleted, job.nodes)))
     return {}

@@ -13,7 +13,7 @@ _SENTENCE_ENDS = (b".", b"!", b"?", b'"', b"\xe2\x80\x9d")
 
 
 class Window(Struct, rename={"start": "from"}):
-    """What is in the context of a text: a part of it, text that stays at the top, a note near the end.
+    """The context of a text: a part of it, text that stays at the top, a note near the end.
 
     Attributes:
         start: the text's tokens from here on; "from" in JSON.
@@ -50,7 +50,7 @@ def window_of(
     fixed: int | None = None,
     places: Sequence[int] = (),
 ) -> Window | None:
-    """Return what is in the context while a text is continued.
+    """Return the context in which a text is continued.
 
     The part of the text begins at a multiple of a quarter of the room, so that many continuations share
     it and it is read once. It begins at the next line or sentence if there is one near.
@@ -83,7 +83,7 @@ def window_of(
 def scoring_window(
     model: Model, ids: Sequence[int], first: int, room: int, head: int
 ) -> tuple[Window, int]:
-    """Return what is in the context to score a token, and the first token that has no room in it.
+    """Return the context in which a token is scored, and the first token that has no room in it.
 
     At least half a context is before the token, or all of the text.
     """

@@ -83,7 +83,7 @@ def _to_json(
 
 
 def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
-    """Return the ``text``, or why there is none: ``missing``, ``invalid``, ``refused``, ``failed``."""
+    """Return the ``text``, or an error: ``missing``, ``invalid``, ``refused``, ``failed``."""
     try:
         from jinja2 import TemplateError
     except ImportError as error:

@@ -153,7 +153,7 @@ class _Renderings:
         self.names: list[str] = []
 
     def add(self, probes: Mapping[str, Mapping[str, object]]) -> None:
-        """Render these variables and keep the results, in place of earlier ones."""
+        """Render these variables and keep the results instead of earlier ones."""
         names, replies = self.template.render_many(list(probes.values()))
         self.names = names
         for key, reply in zip(probes, replies, strict=True):
@@ -560,7 +560,7 @@ def _object_of(text: str, name: str) -> tuple[int, int, object, bool] | None:
 
 
 def _path_to(value: object, fits: Callable[[object], bool]) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first value that fits in an object; None if there is none."""
+    """Return the keys that lead to the first value that fits in an object, or None."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         path = () if fits(inner) else _path_to(inner, fits)
         if path is not None:

@@ -190,7 +190,7 @@ class TurnFormat(TurnParts):
         return "\n".join([*_texts(astuple(self)), "<tool_call>", "</tool_call>"])
 
     def thinking_variables(self, on: bool) -> dict[str, object]:
-        """Return the template variables that switch thoughts on or off; {} = there are none."""
+        """Return the template variables that switch thoughts on or off; {} = no such variables."""
         names = self.thinking
         return {
             name: on for name in names if not (on and re.search("budget|effort|strength", name))

@@ -274,7 +274,7 @@ class LineFields(TextFields, kw_only=True, forbid_unknown_fields=True):
         return cast("str | Sequence[int] | Sequence[Message]", prompts[0])
 
     def name(self, otherwise: str) -> str:
-        """Return the id, or ``otherwise`` if there is none.
+        """Return the id, or ``otherwise`` without one.
 
         Raises:
             ConfigError: there are two.

@@ -160,8 +160,8 @@ class Client(Caller):
         """Yield the events of all steps, until all requests have ended. Then all sequences are free.
 
         Args:
-            read_next: queues the next request; returns False if there is none. It is called while
-                fewer requests wait than can run.
+            read_next: queues the next request; returns False if no request is left. It is called
+                while fewer requests wait than can run.
 
         Raises:
             UsageError: a running step called this function.

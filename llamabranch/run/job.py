@@ -121,9 +121,9 @@ class Job:
         seed: the seed of its first text.
         session: the session of the request, if it names one.
         door, dropped: where the request came from, and lines that were left out; see `Record`.
-        record: what it has cost, from its first admission on.
-        on_record: is called with it in the step that ends the last text; it must not raise.
-        finish_reason: of its first text, once a text has ended.
+        record: its cost, from its first admission on.
+        on_record: called with the record in the step that ends the last text; it must not raise.
+        finish_reason: why its first text ended, once a text has ended.
     """
 
     def __init__(

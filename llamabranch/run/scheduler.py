@@ -348,7 +348,7 @@ class Scheduler:
         return self._ctx.n_seq_free > 0 or self._free_idle(source)
 
     def _free_idle(self, source: Choice | None = None) -> bool:
-        """Free the sequence of an idle choice other than ``source``; return False if there is none."""
+        """Free the sequence of an idle choice other than ``source``; return False without one."""
         oldest = next((choice for choice in self.idle if choice is not source), None)
         if oldest is None:
             return False

@@ -190,7 +190,7 @@ class ConstraintState:
         return after._was_allowed
 
     def _stop_end(self, text: str) -> int | None:
-        """Return where the stop string that the last token completes begins; None if there is none."""
+        """Return where the stop string that the last token completes begins, or None."""
         ends = []
         for stop in self._stop:
             at = text.find(stop, max(0, len(self.text) - len(stop) + 1))

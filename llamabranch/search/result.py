@@ -66,7 +66,7 @@ class SearchResult:
 
     @property
     def text(self) -> str:
-        """The text of the best hypothesis, or "" if there is none."""
+        """The text of the best hypothesis, or "" without hypotheses."""
         return self.hypotheses[0].text if self.hypotheses else ""
 
     def __repr__(self) -> str:

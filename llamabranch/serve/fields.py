@@ -53,7 +53,7 @@ class HttpFields(TextFields, kw_only=True):
         max_tokens: int | None,
         top_logprobs: int | None,
     ) -> TextOptions:
-        """Return the options of ``Context.complete`` with the given limits.
+        """Return the options of ``Context.complete`` with these limits.
 
         Raises:
             LlamaBranchError: a value is out of range, or the grammar is invalid.

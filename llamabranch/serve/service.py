@@ -62,7 +62,7 @@ class Service:
         return fields if self.is_exact else fields | {"exact": False}
 
     def log_ends(self, jobs: Iterable[Job]) -> None:
-        """Log what each of these requests has cost, and why, as soon as all its texts have ended."""
+        """Log the cost of each of these requests, and why, as soon as all its texts have ended."""
         loop = get_running_loop()
 
         def tell(record: Record) -> None:

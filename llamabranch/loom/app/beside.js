@@ -54,7 +54,7 @@ export function startBeside() {
     if (view.beside === store.current) view.beside = others.length ? endOf(others[0]) : null;
     const { other, at } = besides();
     bar.hidden = !other;
-    const isAlone = other ? at === shownPath().n && shownPath().missing < 0 : view.typingAt < 0; // the other was deleted, or goes on from here
+    const isAlone = other ? at === shownPath().n && shownPath().missing < 0 : view.typingAt < 0; // the other was deleted, or continues from here
     if (view.beside && isAlone) look({ beside: null });
     if (!other || !view.beside) return pair.remove();
     if (other.missing >= 0) void fetchPath(view.beside, other.missing);

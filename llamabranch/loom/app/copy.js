@@ -18,8 +18,8 @@ export async function copyText() {
   }
 }
 
-/** The selected part of a token or a run. @param {Range} range @param {Node} element @param {string} shown what is drawn there
- * @param {string} text what it is */
+/** The selected part of a token or a run. @param {Range} range @param {Node} element @param {string} shown the text that is drawn there
+ * @param {string} text its own text */
 function selectedOf(range, element, shown, text) {
   if (shown !== text) return text; // it is drawn as a code, so it is copied as a whole
   const inside = (/** @type {Node} */ node, /** @type {number} */ offset, /** @type {number} */ otherwise) =>

@@ -8,10 +8,10 @@ import { segmentOf } from "./tree.js";
 import { keysOf } from "./keys.js";
 import { showPane } from "./where.js";
 
-/** Open a dialog, and return its form. It stays open and shows the error until what a button does succeeds.
+/** Open a dialog, and return its form. It stays open and shows the error until a button's action succeeds.
  * @param {string} title @param {any[]} content @param {Record<string, string>} [verbs] titles of buttons, the main one first
- * @param {(data: FormData, verb: string) => any} [done] what they do; it succeeded if it is true
- * @param {() => void} [forget] what happens once it succeeded, or at Cancel */
+ * @param {(data: FormData, verb: string) => any} [done] called at a button; true = it succeeded
+ * @param {() => void} [forget] called once it succeeded, or at Cancel */
 export function ask(title, content, verbs = {}, done = () => {}, forget = () => {}) {
   const buttons = Object.entries(verbs).map(([value, words], i) => h("button", { type: "submit", value, class: i ? "" : "main" }, words));
   const dialog = $("dialog"), wrong = h("p", { class: "wrong", role: "alert" });

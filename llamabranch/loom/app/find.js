@@ -2,11 +2,11 @@
 // Finding text in all branches.
 import { $, attribute, later, plural } from "./dom.js";
 import { get } from "./net.js";
-import { look, view } from "./store.js";
+import { look, store, view } from "./store.js";
 import { goTo, segmentOf } from "./tree.js";
 import { moveTo } from "./text.js";
 
-/** @type {any[]} */ let hits = [], hit = -1;
+/** @type {any[]} */ let hits = [], hit = -1, foundIn = -1; // the revision of the tree
 
 /** Find text in all branches that are shown, and count them. A hit that is found again stays the current one. */
 async function find() {
@@ -14,6 +14,7 @@ async function find() {
   const { found: all, more } = await get("/loom/find", { q }).catch(() => ({ found: [], more: false }));
   if (q !== $("find").value) return;
   const { node, at } = hits[hit] ?? {};
+  foundIn = store.revision;
   hits = all.filter((/** @type {any} */ each) => segmentOf(each.node));
   hit = hits.findIndex((each) => each.node === node && each.at === at);
   look({ sought: q, match: [-1, -1] });
@@ -22,7 +23,7 @@ async function find() {
 }
 
 async function nextHit(/** @type {number} */ by) {
-  await find(); // the branches may have changed
+  if ($("find").value !== view.sought || foundIn !== store.revision) await find(); // the input or the branches changed
   if (!hits.length) return;
   hit = (hit + by + hits.length) % hits.length;
   const { node, at, last } = hits[hit];

@@ -74,7 +74,7 @@ function rule(c, i) {
 
 let isDetailed = false; // the details are open
 
-/** A list of what is known. @param {Record<string, any>} all */
+/** A list of facts; empty ones are left out. @param {Record<string, any>} all */
 const facts = (all) => h("dl", { class: "facts" }, Object.entries(all).filter(([, value]) => value || value === 0)
   .map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))]));
 

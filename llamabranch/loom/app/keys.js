@@ -52,7 +52,7 @@ function keyName({ key, ctrlKey, metaKey, altKey, shiftKey }) {
 }
 
 const TYPED = "input:not([type=radio]), textarea, select, dialog"; // where keys are text
-const PRESSED = "button, a, summary, input, [role=separator]"; // what has keys of its own
+const PRESSED = "button, a, summary, input, [role=separator]"; // elements with keys of their own
 
 /** Let keys act wherever nothing is typed; some of them act in the tree or the text, whichever was used last.
  * @param {Record<string, () => void>} run @param {(place: number) => void} take */

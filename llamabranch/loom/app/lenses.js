@@ -3,7 +3,7 @@
 import { $, attribute, check, fill, h, percent, redraw, set, tell } from "./dom.js";
 import { keepSetting, store } from "./store.js";
 
-/** @typedef {import("./store.js").Tokens} Columns what is known of the tokens of a path or stretch */
+/** @typedef {import("./store.js").Tokens} Columns the numbers of the tokens of a path or stretch */
 /** @typedef {object} Lens
  * @property {string} name @property {string} title @property {string} says what it shows, in one line
  * @property {string[]} bins names of the bins, pale to strong; none if nothing is painted

@@ -87,7 +87,7 @@ export async function act(op, fields = {}, first, wrong) {
   }
 }
 
-/** The connection is lost or back: draw the page again, which fetches what it lacks. @param {boolean} is */
+/** The connection is lost or back: draw the page again; this fetches missing tokens. @param {boolean} is */
 function connection(is) {
   net.connected = is;
   redraw(["state", "tree", "text", "inspect"]);

@@ -48,7 +48,7 @@ const NONE = new Tokens(); // of nodes whose tokens are not here
 
 const SETTINGS = "llamabranch"; // the name of the settings in the browser's storage
 
-/** What this browser keeps: settings, and what is being typed in this tab. @param {() => Storage} storage @returns {Loose} */
+/** The values that this browser keeps: settings, and the drafts of this tab. @param {() => Storage} storage @returns {Loose} */
 function keptIn(storage) {
   try {
     return JSON.parse(storage().getItem(SETTINGS) ?? "{}") ?? {};
@@ -68,7 +68,7 @@ export const store = {
   /** @type {Set<string>} nodes that grew since the tree was drawn */ grown: new Set(),
   settings: keptIn(() => localStorage),
   /** drafts: texts in boxes, by the field or the place */ drafts: keptIn(() => sessionStorage),
-  /** @type {Set<string | null>} nodes whose texts were looked at: what had no numbers was scored */ looked: new Set(),
+  /** @type {Set<string | null>} nodes that were shown: their tokens without numbers were scored then */ looked: new Set(),
   /** @type {Map<string, Top>} by "node:position" */ tops: new Map(),
 };
 
@@ -81,7 +81,7 @@ export function keepSetting(name, value) {
   redraw(["state", "legend"]);
 }
 
-/** Keep what is typed in a box in this tab, until it is kept or discarded. Returns whether the browser keeps it.
+/** Keep the text of a box in this tab, until the user keeps or discards it. Returns whether the browser keeps it.
  * @param {string} name @param {Loose | null} draft */
 export function keepDraft(name, draft) {
   if (!draft !== !store.drafts[name]) redraw(["state"]);

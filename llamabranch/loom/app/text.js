@@ -91,13 +91,17 @@ function ghostsOf(c) {
 /** Positions where branches leave the path. @param {Path} c */
 const forksOf = (c) => new Set(c.owners.slice(1).map(({ from }) => from));
 
+/** @type {WeakMap<Path, {key: string, classes: Map<number, string>}>} */ const matches = new WeakMap();
+
 /** The classes of tokens in a match of the search. @param {Path} c */
 function matchesIn(c) {
-  const [at, to] = view.match;
+  const [at, to] = view.match, key = `${at} ${to} ${view.sought}`, there = matches.get(c);
+  if (there?.key === key) return there.classes;
   /** @type {Map<number, string>} */ const classes = new Map();
   const words = c.text.map((word, i) => (c.control[i] ? "" : word)); // names of control tokens are no text
   for (const [first, last] of occurrences(words, view.sought))
     for (let i = first; i <= last; i++) classes.set(i, i >= at && i <= to ? " found now" : " found");
+  matches.set(c, { key, classes });
   return classes;
 }
 
@@ -187,7 +191,7 @@ export function textView(box, prefix, shows) {
     if (now.length !== content.length || content.some((node, i) => now[i] !== node)) run.replaceChildren(...content);
   }
 
-  /** Draw what has changed; also after scrolling and resizing, if it is asked for. */
+  /** Draw the changes; also after scrolling and resizing, if it is asked for. */
   function draw(moved = true) {
     if (!box.isConnected) return;
     const [c, from, to] = shows();

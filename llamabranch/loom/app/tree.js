@@ -72,7 +72,7 @@ function unfold() {
   }
 }
 
-/** Build again what has changed. */
+/** Rebuild the parts that changed. */
 function update() {
   if (built !== store.revision) {
     built = store.revision;

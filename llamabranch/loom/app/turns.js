@@ -61,7 +61,7 @@ function answer(c, { begin, end }, put) {
   put(from, end, {});
 }
 
-/** What is known about an answer, from the last node with tokens in it, which covers all of it. @param {Path} c @param {number} begin
+/** The facts about an answer, from the last node with tokens in it, which covers all of it. @param {Path} c @param {number} begin
  * @returns {[string, number, number, [string, any][]][]} */
 const readBy = (c, begin) => c.owners.flatMap(({ id }) =>
   (store.nodes.get(id)?.answers ?? []).filter(([at]) => at === begin)).at(-1)?.[1] ?? [];

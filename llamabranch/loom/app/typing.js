@@ -45,8 +45,8 @@ export function onSubmit(where, submit, leave = () => {}) {
   };
 }
 
-/** Keep in this tab what is typed in a field. @param {any} field @param {string} name of the draft @param {any} wrong says what is wrong
- * @param {() => Record<string, any> | null} [draft] what is kept besides; null: nothing */
+/** Keep the text of a field in this tab. @param {any} field @param {string} name of the draft @param {any} wrong shows errors
+ * @param {() => Record<string, any> | null} [draft] other values to keep; null = keep nothing */
 export function keepTyped(field, name, wrong, draft = () => (field.value ? {} : null)) {
   const save = () => {
     const facts = draft();
@@ -170,7 +170,7 @@ export function reopen(run) {
   field.setSelectionRange(caret, caret);
 }
 
-/** What is saved, and where. */
+/** How much is saved, and in which file. */
 export function savedSentence() {
   const nodes = [...store.nodes.values()], { name, unsaved, error } = store.doc.file, typed = Object.keys(store.drafts).filter((each) => !["system", "tools"].includes(each)).length;
   const n = nodes.reduce((sum, each) => sum + each.n, 0), there = nodes.length - (unsaved ?? 0);

@@ -126,7 +126,7 @@ export const plural = (count, one, many = one + "s") =>
 
 let underway = 0;
 
-/** Count what is under way: requests, waits, frames. While there is any, the root element has `data-busy`.
+/** Count requests, waits and frames that are under way. While one is, the root element has `data-busy`.
  * @param {1 | -1} by */
 export function busy(by) {
   underway += by;

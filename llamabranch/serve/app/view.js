@@ -23,7 +23,7 @@ const STATES = {
 const requests = new Map();
 /** @type {Map<number | string, any>} elements, by the numbers of requests and the keys of branches */
 const elements = new Map();
-/** @type {WeakMap<Element, string>} what is drawn in an element */
+/** @type {WeakMap<Element, string>} the content that is drawn in an element */
 const drawn = new WeakMap();
 
 const count = (/** @type {number | undefined} */ n) => (n ?? 0).toLocaleString("en");

@@ -41,7 +41,7 @@ class Generate:
     Args:
         model: a file or a name; each node must have it, or can download it.
         id: the column of ids, unique in the dataset: integers or text.
-        max_tokens: the most tokens of a text; None = until the model ends it.
+        max_tokens: the maximum number of tokens of a text; None = until the model ends it.
         seed: where the rows' seeds come from; None = a random one for each.
         sampling: the settings for everything that a row leaves out.
         load: options of `llamabranch.load`, such as ``n_ctx``, ``n_seq_max`` and ``n_threads``.

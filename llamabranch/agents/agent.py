@@ -68,12 +68,12 @@ class Agent(Settings, Generic[T]):
         name, about: its name and description if it is a tool of another agent.
         tool_choice: for the first turn: "auto", "required", "none", or the name of a function.
         parallel_tool_calls: whether a turn may have several calls.
-        max_turns: the most turns of a task. The last one has no calls.
-        max_tokens: the most tokens of a task, over all its turns.
-        max_seconds: the most seconds of a task; None = no limit. The text written so far is kept.
-        tool_seconds: the most seconds of a function. If it takes longer, the model reads an
+        max_turns: the maximum number of turns of a task. The last one has no calls.
+        max_tokens: the maximum number of tokens of a task, over all its turns.
+        max_seconds: the time limit of a task in seconds; None = no limit. The text so far is kept.
+        tool_seconds: the time limit of a function in seconds. If it takes longer, the model reads an
             error. The function's thread cannot be stopped and continues.
-        result_tokens: the most tokens of a result that the model reads. A longer result is cut in its
+        result_tokens: the limit of a result that the model reads, in tokens. A longer one is cut in its
             middle: the model reads three quarters of this from its beginning, and the rest from its end.
         thinking: False = the model does not think before it answers; True = it does; a number = the most
             tokens of a thought; None = the default of its template.

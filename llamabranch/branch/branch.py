@@ -400,7 +400,7 @@ class Branch(TextNode):
         there.
 
         Args:
-            max_tokens: the most tokens to generate; None = until the model stops or the cache is full.
+            max_tokens: the token limit; None = until the model stops or the cache is full.
             stop: strings that end the text.
             drafter: proposes tokens; None = plain decoding. The branch keeps the drafter's state until
                 you pass another drafter, and its forks start with copies of the state.

@@ -15,7 +15,7 @@ from .interrupts import InterruptHandler
 from .options import Given, with_options
 
 N_CTX, N_FORKS, N_ALONE, N_STEPS, SEED = 1024, 8, 3, 24, 2
-MOST_TOKENS = 160  # the most tokens of an edit or a JSON text
+MOST_TOKENS = 160  # the maximum number of tokens of an edit or a JSON text
 TEXT_S, COMPARE_S = 3.0, 2.0  # limits of one text, and of the compared pairs, in seconds
 # With these weights SmolLM2 gives the same text in a batch, alone and drafted.
 WEIGHTS = {"smollm2-135m": "smollm2-135m:Q8_0"}

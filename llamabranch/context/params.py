@@ -79,7 +79,7 @@ class ContextParams:
         n_seq_max: the most sequences (branches) at a time, 1 to 256. None = 16, or 9 if each sequence
             takes its own memory (recurrent and hybrid memory, ``kv_unified=False``), but at most
             ``n_batch``.
-        n_batch: the most tokens per decode. n_ubatch: the most tokens computed at once (None =
+        n_batch: the token limit of a decode. n_ubatch: how many tokens are computed at once (None =
             n_batch). With a sliding window, the smaller of the two is used for both.
         n_outputs_max: the most rows of logits per decode, from n_seq_max to n_batch. None =
             max(n_seq_max, min(n_batch, 256)).

@@ -46,7 +46,7 @@ from .memory import END
 
 MIN_STORED = 512  # tokens; shorter texts are not worth a file
 _MIN_GAINED = 8  # tokens
-_PIECE = 2048  # the most tokens of a segment whose K/V can be cut
+_PIECE = 2048  # the maximum number of tokens of a segment whose K/V can be cut
 _MAGIC = b"\x89LBSTORE"
 _ENDING = ".kv"
 # The names of segments, and of the temporary files of this folder.

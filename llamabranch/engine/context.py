@@ -48,7 +48,7 @@ class Context(CacheContext):
         target: the context that it drafts for as a head; None for all other contexts.
         params: the parameters with all defaults resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
             n_threads, n_threads_batch, kv_type: the values in effect.
-        n_ctx_seq: the most tokens that a sequence can hold: n_ctx, or one sequence's part of n_ctx
+        n_ctx_seq: how many tokens a sequence can hold: n_ctx, or one sequence's part of n_ctx
             with ``kv_unified=False``.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
@@ -113,7 +113,7 @@ class Context(CacheContext):
                 - ``drafter``: "auto" = drafts from MTP layers, from copies of the text so far and from
                   text that a grammar forces, if measurements show that this is faster; None = plain
                   decoding; or a `Drafter`.
-                - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
+                - ``max_tokens``: the token limit (128); None = until the text or the cache
                   ends. ``stop``, ``stop_tokens``: strings and tokens that end the text;
                   ``min_tokens``, ``priority``: as for `Request`.
                 - ``n``: how many texts to generate for each prompt (1). The result is the first
@@ -123,7 +123,7 @@ class Context(CacheContext):
                 - ``top_logprobs``: how many alternatives each token has in ``result.logprobs`` (0);
                   ``prompt_logprobs``, ``parse_special``: as for `Request`.
                 - ``thinking``: whether the model thinks before it answers: None = as its chat
-                  template does; True; False; or a number, the most tokens of the thought. A schema
+                  template does; True; False; or a number, the token limit of the thought. A schema
                   and stop strings apply to the answer, not to the thought.
                 - ``thinking_end``: text that is added to end a thought that has used up its tokens.
                 - ``share``: "thought" = the ``n`` texts of a prompt share one thought.

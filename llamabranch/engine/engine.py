@@ -73,7 +73,7 @@ class Engine:
             wait.
         max_waiting: how many requests may wait at most; None = any number. If more would wait,
             ``add_request`` raises.
-        parallel: the most texts at a time; None = as many as the target has sequences.
+        parallel: the maximum number of texts at a time; None = as many as the target has sequences.
 
     Raises:
         ConfigError: an invalid limit, seed or ``wait_s``; an argument of another type.

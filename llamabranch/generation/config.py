@@ -21,7 +21,7 @@ class SpeculativeConfig:
             number of tokens with the highest throughput, or none if drafting does not pay. With
             ``max_tokens=2`` nothing is drafted, because the first token comes from the prompt's logits
             and the last one needs no draft.
-        max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
+        max_draft_tokens: the maximum number of tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, in
             nats; None = never. The decision does not depend on the drawn token, so it is lossless.
         rule: how drafted tokens are accepted: "seeded", "token" or "block". All three are lossless:

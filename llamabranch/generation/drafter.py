@@ -86,7 +86,7 @@ class DraftLength(ABC):
     that share measurements may be used by different threads.
 
     Attributes:
-        limit: the most tokens a draft may have.
+        limit: the maximum number of tokens a draft may have.
         entropy_stop: no token is drawn from a distribution with more entropy than this, in nats.
         reads_entropy: whether it uses entropies to decide or to learn; if not, they may be NaN.
         reason: why ``goes_on`` last returned False: "length", "entropy" or "goodput".

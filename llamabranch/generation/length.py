@@ -62,7 +62,7 @@ class _Record:
         """Forget everything except which tokens were accepted."""
         self.step = self.verify = 0.0  # time to draft a token, and to verify one
         self.speed = _Speed()  # of its rounds
-        self.n_drafts = self.longest = 0  # rounds, and the most tokens of one draft
+        self.n_drafts = self.longest = 0  # rounds, and the maximum number of tokens of one draft
         self.pause = self.waited = 0  # rounds between trials (0 = it is on), and since the last one
 
     def test(self, done: Round) -> None:

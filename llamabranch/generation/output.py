@@ -53,7 +53,7 @@ class OutputBuffer:
     """The tokens and the text of one generation so far.
 
     Args:
-        max_tokens: the most tokens to emit; None = until the model ends.
+        max_tokens: the maximum number of tokens to emit; None = until the model ends.
         stop: strings that end the text. ``text`` does not include them; ``tokens`` includes their
             tokens.
         stop_tokens: ids of tokens that end the text and are part of it.

@@ -36,7 +36,7 @@ class ThoughtBuffer(OutputBuffer):
     Args:
         model: the model of the tokens.
         thinking: where the thought begins and ends.
-        max_tokens: the most tokens of the whole text; None = until the model ends it.
+        max_tokens: the maximum number of tokens of the whole text; None = until the model ends it.
         continues: whether this continues an earlier thought that had text.
     """
 

@@ -57,7 +57,7 @@ def window_of(
 
     Args:
         model, ids: the text.
-        room: the most tokens of the prompt.
+        room: how many tokens the prompt may have.
         memory, note, head: see `Window`.
         fixed: the note stands before this token.
         places: the part begins at one of these tokens, such as the messages of a chat.

@@ -41,7 +41,7 @@ class ChatTemplate:
     Args:
         source: its Jinja source.
         special: texts of special tokens by the names that templates use: ``bos_token``, ...
-        limit_s: the most seconds that a rendering may take.
+        limit_s: the time limit of a rendering in seconds.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Thinking:
         start: the tag that begins a thought; "" = thoughts begin without a tag.
         end: the tag that ends it.
         is_open: the prompt ends inside the thought. False = either a thought or the answer may follow.
-        budget: the most tokens of the thought; None = limited only by the text's ``max_tokens``.
+        budget: the token limit of the thought; None = limited only by the text's ``max_tokens``.
         ending: text that is written before the tag if the budget ends the thought.
         close: the tag that is then written, with the white space around it.
         tail: the text between the tag and the answer if the model ends the thought itself: white space,
@@ -49,7 +49,7 @@ class Thinking:
 
 
 def thinking_budget(thinking: ThinkingChoice) -> int | None:
-    """Return the most tokens of a thought that ``thinking`` allows; None = no limit.
+    """Return the maximum number of tokens of a thought that ``thinking`` allows; None = no limit.
 
     Raises:
         ConfigError: it is neither True, False, None nor a number of tokens.

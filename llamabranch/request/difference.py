@@ -13,7 +13,7 @@ from ..model.text import n_common
 
 _RUN = 16  # tokens; a repeated run of twice this length is always found, a shorter one sometimes
 _AROUND = 200  # characters of a text on each side of a difference
-_WORD = 40  # the most characters of a word that is shown
+_WORD = 40  # the maximum number of characters of a word that is shown
 
 
 class Run(NamedTuple):

@@ -178,7 +178,7 @@ class TextFields(SamplingFields, kw_only=True):
     ttl: float | None = None
 
     def limit(self, *otherwise: int | None) -> int | None:
-        """Return the most tokens, or the first of ``otherwise`` that is set; None = no limit.
+        """Return the token limit, or the first of ``otherwise`` that is set; None = no limit.
 
         Raises:
             ConfigError: the two names of the limit have different values.

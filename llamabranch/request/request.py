@@ -105,7 +105,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
         prompt: text, token ids, or messages for the model's chat template; an empty text is the model's
             BOS token.
         id: a unique name; None = its index in the list of requests, as text.
-        max_tokens: the most tokens to generate; None = the engine's limit.
+        max_tokens: the maximum number of tokens to generate; None = the engine's limit.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
             engine's seed and its id, so that its text does not depend on the order of the requests or on
             the rest of the batch.
@@ -146,7 +146,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             ends the step.
         prompt_progress: whether this progress is also reported as events, see ``Event.progress``.
         thinking: whether the model thinks before it answers: None = as its chat template does; True;
-            False; or a number, the most tokens of the thought. A grammar, a constraint, stop strings and
+            False; or a number, the token limit of the thought. A grammar, a constraint, stop strings and
             stop tokens apply to the answer, not to the thought. For a prompt that is text or token ids,
             None = no thought.
         thinking_end: text that is added to end a thought that has used up its tokens.

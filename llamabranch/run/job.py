@@ -60,7 +60,7 @@ class Caller(ABC):
         drafting: how its texts are drafted.
         stats: counts its work; several callers may share it.
         sampling, max_tokens: for requests that do not set their own.
-        parallel: the most texts at a time; None = as many as there are sequences.
+        parallel: the maximum number of texts at a time; None = as many as there are sequences.
         wait_s: how long to wait, in seconds, while other users of the context, such as branches,
             hold all sequences.
         events: the events of its texts that it has not taken yet.
@@ -117,7 +117,7 @@ class Job:
         is_paused: whether its texts are parked.
         thinking: how its texts think before they answer; None = they do not.
         sampling: the settings of its texts; each choice sets its own seed.
-        max_tokens: the most tokens of a text, including its thought; None = no limit.
+        max_tokens: the maximum number of tokens of a text, including its thought; None = no limit.
         seed: the seed of its first text.
         session: the session of the request, if it names one.
         door, dropped: where the request came from, and lines that were left out; see `Record`.

@@ -48,7 +48,7 @@ class RunningText:
         emitted: the tokens of the last step.
         error: why it cannot continue; also set if its part of a non-unified KV cache is full.
         draft: the draft of this round.
-        draft_limit: the most tokens to draft in the next step.
+        draft_limit: the maximum number of tokens to draft in the next step.
         state_tokens: the tokens that the draft state got with its last request.
         on_round: a function that is called after each round with a draft, or None.
         outcome: the outcome of the last step, from which the draft length learns.

@@ -40,7 +40,7 @@ def beam_search(
     Args:
         branch: a branch that has read the prompt; it stays unchanged.
         beams: the number of beams; each needs a free sequence.
-        max_tokens: the most tokens of a text, including EOG; beams that reach it are finished.
+        max_tokens: the token limit of a text, including EOG; beams that reach it are finished.
         length_penalty: positive values favour long texts, negative ones short texts; from -32 to 32.
         early_stopping: True = end when ``beams`` texts are finished. False = then continue until the
             best running beam, scored at its present length, is no better than the worst finished text.

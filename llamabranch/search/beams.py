@@ -48,7 +48,7 @@ class Beams:
     Args:
         width: the number of beams.
         n_eog: how many EOG tokens the vocabulary has.
-        max_tokens: the most tokens of a text, the EOG token included.
+        max_tokens: the maximum number of tokens of a text, the EOG token included.
         length_penalty, early_stopping: as for `beam_search`.
 
     Attributes:

@@ -33,7 +33,7 @@ def best_of_n(
     Args:
         branch: a branch that has read the prompt; it does not change.
         n: how many texts.
-        max_tokens: the most tokens of each; None = until the model ends it or the cache is full.
+        max_tokens: the token limit of each; None = until the model ends it or the cache is full.
         reward: a function of the text that returns its score; None = the mean log-probability of its
             tokens under the model itself, before any sampling settings.
         stop: strings that end a text.

@@ -45,7 +45,7 @@ def vote(
             answer as text, number or bool. If it returns None or raises an exception, the text does not
             vote.
         n: how many texts.
-        max_tokens: the most tokens of each.
+        max_tokens: the maximum number of tokens of each.
         confidence: 1.0 = stop when the remaining texts cannot change the leading answer, so the answer is
             the same as with all ``n`` texts. None = count all texts. No other values are allowed.
         width: how many texts are generated at a time; None = 4 with ``confidence``, otherwise as many

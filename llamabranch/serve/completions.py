@@ -152,7 +152,7 @@ class ChatFields(HttpFields, kw_only=True):
 
     @property
     def thinks(self) -> ThinkingChoice:
-        """Whether to think: None = as the template does, False = no, a number = the most tokens."""
+        """Whether to think: None = as the template does, False = no, a number = the token limit."""
         variables = self.chat_template_kwargs or {}
         if self.reasoning_effort == "none" or variables.get("enable_thinking") is False:
             return False

@@ -36,7 +36,7 @@ class Service:
 
     Attributes:
         n_texts: the number of unfinished texts.
-        n_ctx: the most tokens of a text, prompt included.
+        n_ctx: the maximum number of tokens of a text, prompt included.
         is_exact: whether a text does not depend, to the bit, on what else is computed.
     """
 

@@ -26,7 +26,7 @@ class ServeSettings:
         parallel: texts at a time; more wait.
         max_queue: how many requests may wait; further ones are refused with 429.
         max_body: the most bytes of a request's body.
-        max_choices: the most texts of one request: prompts times ``n``.
+        max_choices: the maximum number of texts of one request: prompts times ``n``.
         send_timeout_s: a request is cancelled if its client reads no data for this long.
         shutdown_timeout_s: how long running requests may continue when the server shuts down.
         log_requests: log a line for each request: what it cost and why, or why it was refused.

@@ -28,7 +28,7 @@ from .model import RunDrafter, RunState
 
 States = npt.NDArray[np.float32]
 
-_MOST_ROWS = 64  # the most tokens in a decode that computes all logits; more are split
+_MOST_ROWS = 64  # the maximum number of tokens in a decode that computes all logits; more are split
 
 
 class HeadState(RunState):

@@ -129,7 +129,12 @@ def test_documented_code_runs(
     code = code.replace('"qwen2.5-coder-1.5b"', '"smollm2-135m:Q8_0"')  # which is a large download
     if not has_smollm2():  # then the bundled model
         code = code.replace('"smollm2-135m:Q8_0"', 'chat_template="chatml"')
-    exec(compile(code, where, "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(code, where, "exec"), {"__name__": "__main__"})
+    except (
+        llamabranch.LlamaBranchError
+    ) as error:  # a model may end at once, or write on to the limit
+        assert re.search("no token was generated|it ended with 'length'", error.message), error
     assert "Traceback" not in capsys.readouterr().err
 
 

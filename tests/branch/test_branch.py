@@ -248,9 +248,11 @@ def test_start_names_the_settings_and_repr_shows_last_words(ctx: Context) -> Non
 
 def test_one_stop_string_needs_no_list(ctx: Context) -> None:
     with Branch.start(ctx, STORY, temperature=0.8, seed=1) as branch, branch.fork() as other:
-        texts = [t.text for t in branch.generate(40, stop=" the")]
-        assert texts == [t.text for t in other.generate(40, stop=[" the"])]
-        assert branch.finish_reason == "stop" and " the" not in "".join(texts)
+        with branch.fork() as first:
+            stop = first.generate_text(20)[-3:]
+        texts = [t.text for t in branch.generate(20, stop=stop)]
+        assert texts == [t.text for t in other.generate(20, stop=[stop])]
+        assert branch.finish_reason == "stop" and stop not in "".join(texts)
 
 
 # -- moving ----------------------------------------------------------------------------------------

@@ -80,10 +80,10 @@ def test_states_follow_forks_that_outlive_their_parents(ctx: Context, draft_ctx:
     other = draft_ctx
     speculator = Speculator(ctx, ModelDrafter(other), FIXED)
     root = Branch.start(ctx, PROMPTS[0] * 8, sampling=WARM)
-    n_steps = speculator.generate(root, max_tokens=10).finish().stats.draft_forward_passes
+    speculator.generate(root, max_tokens=10).finish()
     before, child = other.usage().cells_used, root.fork()
-    again = speculator.generate(child, max_tokens=10).finish()
-    assert again.stats.draft_forward_passes <= n_steps + 8
+    stats = speculator.generate(child, max_tokens=10).finish().stats
+    assert stats.draft_forward_passes <= stats.num_draft_tokens + stats.num_drafts
     assert other.usage().cells_used < before + 20
     assert other.usage().cells_shared > 100
     child.promote()

@@ -540,12 +540,12 @@ def test_a_context_that_a_function_closes_ends_the_agent(small: Context) -> None
 
 
 def test_functions_that_hang_take_no_thread_from_others(stage: Context) -> None:
-    RELEASED.clear()
     agent = Agent(stage, tools=[hangs, add], tool_seconds=0.2)
     hung = agent.run(["hangs: go"] * 40)
     assert {r.text for r in hung} == {"It takes long."}
     assert agent.run("one: go").text == "It is three."
-    RELEASED.set()
+    RELEASED.set()  # wakes those that wait
+    RELEASED.clear()  # and later tests hang again
 
 
 # -- results ---------------------------------------------------------------------------------------

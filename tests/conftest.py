@@ -211,9 +211,9 @@ def server(request: pytest.FixtureRequest) -> Any:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def api(server: Any) -> Any:
-    """A client of that server."""
+    """A client of that server; a test may change its headers."""
     with server.client() as opened:
         yield opened
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -535,7 +537,11 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
         lb.Context(ctx.model, target=ctx, n_ctx=256, n_seq_max=3) as head,
     ):
         pair = Pair(ctx, lb.MTPDrafter(head))
-        assert pair.drafted(PROMPTS[0], "seeded", 120).stop_reasons["capacity"] > 0
+        no_end = dict.fromkeys(ctx.model.eog_tokens, -math.inf)
+        endless = replace(SETTINGS["seeded"], logit_bias=no_end)
+        text = pair.speculator().generate(PROMPTS[0], max_tokens=120, sampling=endless).finish()
+        assert text.tokens == pair.plain(PROMPTS[0], endless, 120)
+        assert text.stats.stop_reasons["capacity"] > 0
         pair.audit()
         with (
             lb.Branch.start(ctx, PROMPTS[1]) as branch,

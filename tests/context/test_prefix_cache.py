@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
-from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
@@ -137,7 +136,7 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
             Branch.start(clean, branch.tokens) as again,
         ):
             assert prefixes_of(ctx).n_hit_tokens - n_hit == n
-            np.testing.assert_allclose(branch.logits, again.logits, atol=rounding(clean, 0.05))
+            assert np.abs(branch.logits - again.logits).max() < 0.05
             ctx.audit()
 
 

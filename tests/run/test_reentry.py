@@ -568,14 +568,9 @@ def test_a_result_is_not_exact_if_order_was_lost_while_the_text_was_generated(
         guest = Branch.start(ctx, tokens)
         ctx.decode(tokens[:20], 0, seq_id=0)
         stream = ctx.complete(
-            PROMPTS[0],
-            max_tokens=330,
-            temperature=0.8,
-            seed=3,
-            drafter=None,
-            stream=True,
+            PROMPTS[0], max_tokens=330, temperature=0.8, seed=3, drafter=None, stream=True,
             min_tokens=330,
-        )
+        )  # fmt: skip
         results = []
         for i, event in enumerate(stream):
             if i == 40:

@@ -69,7 +69,7 @@ def read_standard_input() -> str:
 
 
 def piped_or_read(words: Sequence[str]) -> list[str]:
-    """Return prompts, with standard input in place of -; without prompts, the piped text, if any."""
+    """Return the prompts, with standard input for "-"; without prompts, return the piped text."""
     if words:
         return [read_standard_input() if word == "-" else word for word in words]
     is_piped = sys.stdin is not None and not sys.stdin.isatty()

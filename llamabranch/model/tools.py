@@ -48,7 +48,7 @@ class Tools:
         unchecked: by name of the function, why its arguments may be any JSON object.
         forced: one of these functions must be called; empty if no call is required.
         is_named: whether the choice names one function.
-        is_used: whether the model is told about them.
+        is_used: whether the prompt describes them to the model.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ class Request(msgspec.Struct, frozen=True, repr_omit_defaults=True):
             the agent that called it. Requests of this session never evict the text of the parent while
             they run.
         ttl: seconds after its last request until a session counts as ended: its K/V is then evicted
-            first. 0 = as soon as none of its requests is running.
+            first. 0 = as soon as it has no running request.
 
     Raises:
         ConfigError: a value is out of range. GrammarError: the grammar is invalid.

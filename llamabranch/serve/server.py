@@ -87,7 +87,7 @@ class Server:
         run(self._serve())
 
     def _on_signal(self, *_: object) -> None:
-        if self.service is None:  # while the model loads there is nothing to lose
+        if self.service is None:  # no request has begun while the model loads
             quit_interrupted()
         self.stop()
 

@@ -185,7 +185,7 @@ function wording(segment) {
   return found;
 }
 
-/** What a row says: from the first word on that none of its neighbours has there. @param {Segment} segment @param {Segment[]} family
+/** The words of a row. They begin where it differs from the rows next to it. @param {Segment} segment @param {Segment[]} family
  * @param {number} place in the family @returns {Wording} */
 export function heading(segment, family, place) {
   const { role, words } = wording(segment);
